@@ -76,7 +76,7 @@ class Cluster:
         placement = place(config, runtime.gpus)
         runtime.reserve(config, placement)
         trainer = new_trainer(config, directory, placement)
-        locks, held = GpuLocks(), AsyncExitStack()
+        locks, held = GpuLocks(), AsyncExitStack()  # held before an engine asks for them: the trainer is first
         await held.enter_async_context(locks.hold(placement.trainer))
         starting = asyncio.ensure_future(start_generators(config, directory, placement, locks=locks))
         try:

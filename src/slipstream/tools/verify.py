@@ -222,9 +222,9 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, strengt
     vocabulary, rng = len(load_tokenizer(config.model.path)), random.Random(SEED)
     asked = [[rng.randrange(vocabulary) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(prompts)]
     # A placeholder without an image is refused: prompts have none, and completions, which become prompts, end at one.
-    barred = (images.placeholder,) if (images := image_processor(config.model.path)) else ()
-    asked = [[token for token in prompt if token not in barred] for prompt in asked]
-    sampling = _greedy(tokens, barred)
+    placeholders = (images.placeholder,) if (images := image_processor(config.model.path)) else ()
+    asked = [[token for token in prompt if token not in placeholders] for prompt in asked]
+    sampling = _greedy(tokens, placeholders)
     with scratch_directory("verify") as folder:
         completions, observed = await _publish_midway(config, folder, asked, sampling, after, strength)
         by_a, by_b = ([(c, s) for c in completions for s in c.spans if s.version == v] for v in (0, 1))
@@ -313,15 +313,15 @@ async def _generate_fresh(config: Config, store: Path, spans: Spans, sampling: S
             assert isinstance(generator.process, WorkerProcess)
             await handle(AdapterFromFiles, generator.process).load_adapter(str(store))
         prefixes = [c.prompt_ids + c.token_ids[: s.start] for c, s in spans]
-        lengths = [replace(sampling, max_tokens=span.end - span.start) for _, span in spans]
-        completions = await asyncio.gather(*map(pool.generate, prefixes, lengths))
+        samplings = [replace(sampling, max_tokens=span.end - span.start) for _, span in spans]
+        completions = await asyncio.gather(*map(pool.generate, prefixes, samplings))
         return [completion.token_ids for completion in completions]
     finally:
         await pool.close()
 
 
 def _greedy(tokens: int, stop: tuple[int, ...]) -> Sampling:
-    """Greedy sampling that ignores the end of text, since short answers would end before the swap."""
+    """Greedy sampling up to a token of `stop`. The end of text is ignored: short answers would end before the swap."""
     return Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, stop_tokens=stop)
 
 

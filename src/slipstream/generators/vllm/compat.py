@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 CORE_CHECK_INTERVAL_S = 0.5
-CORE_MODULES = ["vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"]
+CORE_MODULES = ["vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"]  # imported before the core is forked
 
 
 def refusals() -> tuple[type[Exception], ...]:

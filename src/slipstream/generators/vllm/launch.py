@@ -30,7 +30,7 @@ Part = Literal["generator", "teacher"]
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process forked from one that has used the GPU could not use it
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # CUDA does not work in a process that is forked after it was initialized
 }
 OWN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # of the engine core
 CPU_ENVIRONMENT = {OWN_PROCESS: "0"}  # starts in seconds
@@ -100,7 +100,7 @@ def preload_vllm() -> None:
 
 def _set_environment() -> None:
     """Set variables of vLLM that the user has not set."""
-    for name, value in (ENVIRONMENT | (gpu_environment() if torch.cuda.is_available() else CPU_ENVIRONMENT)).items():
+    for name, value in (ENVIRONMENT | (_gpu_environment() if torch.cuda.is_available() else CPU_ENVIRONMENT)).items():
         os.environ.setdefault(name, value)
 
 
@@ -109,7 +109,7 @@ def _can_fork_core() -> bool:
     return torch.cuda.is_available() and os.environ.get(OWN_PROCESS) != "0"
 
 
-def gpu_environment() -> dict[str, str]:
+def _gpu_environment() -> dict[str, str]:
     """The directory of all compiled kernels, which belongs to vLLM's cache; empty if the home directory is unknown.
 
     By default a start that compiles layers uses another directory than a start that loads them. The second start would
@@ -181,11 +181,7 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
     if image_processor(config.model.path):
         arguments["limit_mm_per_prompt"] = {"video": 0}
     if config.sync.link == "lora":
-        rank = next(r for r in LORA_RANKS if r >= config.lora.rank)
-        # For each policy an adapter slot for each version that may be in use, and one for the next. On CPUs vLLM
-        # applies the last slot to sequences without an adapter, so it stays empty.
-        slots = (config.loop.max_lag + 3) * max(1, len(config.policies)) + on_cpu
-        arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots}
+        arguments |= adapter_arguments(config, on_cpu)
     if config.sync.link == "nccl_direct":
         from vllm.config import WeightTransferConfig
 
@@ -198,6 +194,17 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
         arguments |= cpu_arguments(config.model.path, dtype, generator.max_model_len, memory)
         arguments |= {"async_scheduling": False}
     return arguments | generator.engine_args
+
+
+def adapter_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
+    """vLLM's engine arguments for adapters.
+
+    Each policy gets an adapter slot for each version that may be in use, and one for the next. On CPUs vLLM applies the
+    last slot to sequences without an adapter, so it stays empty.
+    """
+    rank = next(r for r in LORA_RANKS if r >= config.lora.rank)
+    slots = (config.loop.max_lag + 3) * max(1, len(config.policies)) + on_cpu
+    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots}
 
 
 def memory_share(config: Config, sharers: int) -> float:
