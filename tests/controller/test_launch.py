@@ -1,4 +1,4 @@
-"""Processes that share a GPU start one after the other."""
+"""The start of trainer and engines, and their shares of a GPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.config.loading import load_config
+from slipstream.config.schema import ConfigError
 from slipstream.controller import engine_restart as restart
 from slipstream.controller.launch import Cluster
-from slipstream.generators.vllm.launch import engine_arguments, share_in_turns
+from slipstream.generators.vllm.launch import engine_arguments, share_in_turns, shared_cache_bytes
 from slipstream.runtime.placement import Placement
 from tests.processes import module_for_processes
 
@@ -35,6 +36,8 @@ class Stub:
         if name == "run" or name.startswith("_"):
             raise AttributeError(name)
         async def answer(*arguments):
+            if name == "offload":
+                write(name)
             if name == "export":
                 arguments[0].mkdir(parents=True)
             return {"tokens": 0, "busy_s": 0}
@@ -44,8 +47,9 @@ class Stub:
 """
 
 
-def test_processes_that_share_a_gpu_start_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer first; and when engines restart, none starts before all of them have ended."""
+def test_engines_that_restart_on_one_gpu_start_after_all_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("slipstream.runtime.runtime.gpus_here", lambda: 1)
     monkeypatch.setattr(restart, "save_tokenizer", lambda path, target: None)
     flags = ["--generator.engine=shared:Stub", "--trainer.kind=shared:Stub", "--generator.replicas=2",
@@ -64,9 +68,26 @@ def test_processes_that_share_a_gpu_start_one_after_the_other(tmp_path: Path, mo
         lines = [line.split() for line in (folder / "events").read_text().splitlines()]
     events, gpus, _ = zip(*lines, strict=True)
     assert set(gpus) == {"0"}
-    assert events == (*["starts", "started"] * 3, *["ended"] * 2, *["starts", "started"] * 2, *["ended"] * 3)
-    for (event, _, process), (_, _, following) in itertools.pairwise(lines):
-        assert event != "starts" or process == following
+    assert [len(list(group)) for _, group in itertools.groupby(events, lambda event: event == "ended")] == [6, 2, 4, 3]
+
+
+def test_colocated_engines_start_after_the_trainer_has_left_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.runtime.runtime.gpus_here", lambda: 1)
+    flags = ["--generator.engine=shared:Stub", "--trainer.kind=shared:Stub", "--sync.placement=colocated",
+             "--sync.link=shared", "--sync.in_flight=retry"]  # fmt: skip
+    config = load_config(None, ["--model.path=m", "--environment.name=e", *flags])
+
+    async def main() -> None:
+        await (await Cluster.start(config, tmp_path / "run")).close()
+
+    with module_for_processes("shared", SERVICES, tmp_path / "shared", monkeypatch) as folder:
+        asyncio.run(main())
+        lines = [line.split() for line in (folder / "events").read_text().splitlines()]
+    (*events, _, _), processes = [line[0] for line in lines], [line[2] for line in lines]
+    assert events == ["starts", "started", "offload", "starts", "started"]
+    assert processes[0] == processes[1] == processes[2] != processes[3] == processes[4]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +106,19 @@ def test_engines_share_a_gpu_out(
 ) -> None:
     config: Any = load_config(None, [f"--model.path={patient}", "--environment.name=e", "--generator.engine=vllm"])
     assert engine_arguments(config, placement.sharers(placement.generators[0]))["gpu_memory_utilization"] == share
+
+
+def test_the_cache_of_an_engine_beside_others_is_its_share_without_weights_and_activations(patient: Path) -> None:
+    flags = ["--generator.engine=vllm", "--model.dtype=bfloat16", f"--model.path={patient}", "--environment.name=e"]
+    config: Any = load_config(None, flags)
+    weights = sum(2 * p.numel() for p in AutoModelForCausalLM.from_pretrained(patient).parameters())
+    gib = 2**30
+    assert shared_cache_bytes(config, 0.4, 80 * gib) == pytest.approx(26 * gib - weights, abs=1)
+    assert shared_cache_bytes(config, 0.4, 10 * gib) == pytest.approx(3 * gib - weights, abs=1)
+    two: Any = load_config(None, [*flags, "--generator.tensor_parallel_size=2"])
+    assert shared_cache_bytes(two, 0.4, 80 * gib) == pytest.approx(26 * gib - weights / 2, abs=1)
+    with pytest.raises(ConfigError, match=r"share of its GPU is 0.0 GB; .* raise generator.gpu_memory_utilization"):
+        shared_cache_bytes(config, 0.4, weights)
 
 
 def test_an_engine_in_turns_takes_what_its_sequences_can_fill(patient: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from slipstream.generators.pool import EngineReplica, GeneratorPool, Start
 from slipstream.generators.vllm.servers import Server
 from slipstream.runtime.addresses import link_environment
 from slipstream.runtime.closing import close_at_once, closing
-from slipstream.runtime.placement import GpuLocks, Placement, gpus_of_engine, place, resolve_auto
+from slipstream.runtime.placement import Placement, gpus_of_engine, place, resolve_auto
 from slipstream.runtime.rank_group import RankGroup, trainer_process
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import WorkerError, handle
@@ -66,31 +66,37 @@ class Cluster:
 
     @classmethod
     async def start(cls, config: Config, directory: Path) -> Cluster:
-        """Start all processes and load the model in each. Raises `ConfigError` for errors in options or model files.
+        """Start all processes concurrently, and load the model in each; colocated engines wait until the trainer is
+        offloaded.
 
-        Processes that share a GPU load the model one after the other, first the trainer, which colocated engines follow
-        after it is offloaded. All else is concurrent.
+        Raises `ConfigError` for errors in options or model files.
         """
         runtime = current_runtime()
         config = resolve_auto(config, runtime.gpus, runtime.hosts)
         placement = place(config, runtime.gpus)
         runtime.reserve(config, placement)
-        trainer = new_trainer(config, directory, placement)
-        locks, held = GpuLocks(), AsyncExitStack()  # held before an engine asks for them: the trainer is first
-        await held.enter_async_context(locks.hold(placement.trainer))
-        starting = asyncio.ensure_future(start_generators(config, directory, placement, locks=locks))
+        trainer, gpus_free = new_trainer(config, directory, placement), asyncio.Event()
+
+        async def start_trainer_first() -> None:
+            if config.sync.placement != "colocated":
+                gpus_free.set()
+            await start_trainer(trainer, config, directory)
+            if config.sync.placement == "colocated":
+                await handle(TrainerWorker, trainer).offload()
+                gpus_free.set()
+
+        engines = asyncio.ensure_future(start_generators(config, directory, placement, gpus_free=gpus_free.wait))
+        training = asyncio.ensure_future(start_trainer_first())
         try:
-            async with held:
-                await start_trainer(trainer, config, directory)
-                if config.sync.placement == "colocated":
-                    await handle(TrainerWorker, trainer).offload()
-            return cls(await starting, trainer, config, directory, placement)
+            await asyncio.gather(engines, training)
         except BaseException:
-            starting.cancel()
-            pool, _ = await asyncio.gather(starting, trainer.stop(grace=0.5), return_exceptions=True)
+            engines.cancel()
+            training.cancel()
+            pool, *_ = await asyncio.gather(engines, training, trainer.stop(grace=0.5), return_exceptions=True)
             if isinstance(pool, GeneratorPool):  # started before the cancellation arrived
                 await pool.close()
             raise
+        return cls(engines.result(), trainer, config, directory, placement)
 
     @property
     def trainer_ranks(self) -> Sequence[WorkerProcess]:
@@ -159,17 +165,17 @@ async def start_trainer(trainer: WorkerProcess | RankGroup, config: Config, dire
 
 
 async def start_generators(
-    config: Config, directory: Path, placement: Placement, service: str = "", locks: GpuLocks | None = None
-) -> GeneratorPool:
+    config: Config, directory: Path, placement: Placement, service: str = "",
+    gpus_free: Callable[[], Awaitable[object]] | None = None,
+) -> GeneratorPool:  # fmt: skip
     """Start the engines, without a trainer, on the weights of the model's files, or connect to `generator.servers`.
 
-    `service` overrides the worker class of `generator.engine`; `locks` serializes starts on one GPU. Raises
-    `ConfigError` as `Cluster.start`.
+    `service` overrides the worker class of `generator.engine`. Engines wait for `gpus_free` before they use a GPU.
+    Raises `ConfigError` as `Cluster.start`.
     """
     if config.generator.servers:
         return await _connect_servers(config)
     kind = service or WORKER_CLASSES.get(config.generator.engine, config.generator.engine)
-    locks = locks or GpuLocks()
 
     def new_process(number: int, config: Config) -> tuple[WorkerProcess, Start]:
         role, log = f"generator {number}", directory / "logs" / f"generator_{number}.log"
@@ -178,9 +184,10 @@ async def start_generators(
         process = WorkerProcess(role, log, launcher, link_environment(config), config.runtime)
 
         async def start() -> None:
-            await process.launch(kind)  # so that it imports vLLM before the GPU is free
-            async with locks.hold(gpus):
-                await process.start(EngineWorker, kind, config, log, placement.sharers(gpus))
+            if gpus_free:
+                await process.launch(kind)  # so that it imports vLLM meanwhile
+                await gpus_free()
+            await process.start(EngineWorker, kind, config, log, placement.sharers(gpus))
 
         return process, start
 
@@ -220,7 +227,7 @@ async def _start(
 ) -> None:
     """Start all workers by their coroutines, or stop all if one fails. `option` names their class in error messages."""
     try:
-        async with asyncio.TaskGroup() as starting:  # after a failure, it cancels starts that wait for a GPU lock
+        async with asyncio.TaskGroup() as starting:  # after a failure, it cancels starts that wait for a GPU
             for _, start in workers:
                 starting.create_task(start)
     except BaseException as error:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,25 +58,6 @@ def gpus_of_engine(placement: Placement, number: int, gpus: int) -> tuple[int, .
         most = len(planned) + len(free) // each
         raise ConfigError(f"there are GPUs for {most} engines of {each}, not for {number + 1}")
     return tuple(free[start : start + each])
-
-
-class GpuLocks:
-    """Lets processes that share a GPU start one after the other.
-
-    vLLM sizes its cache by the decrease of free memory during its start, so it would count allocations of another
-    process as its own.
-    """
-
-    def __init__(self) -> None:
-        self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-
-    @asynccontextmanager
-    async def hold(self, gpus: Iterable[int]) -> AsyncIterator[None]:
-        """Hold the locks of these GPUs during the block."""
-        async with AsyncExitStack() as held:
-            for gpu in sorted(set(gpus)):  # the same order for all callers prevents a deadlock
-                await held.enter_async_context(self._locks[gpu])
-            yield
 
 
 def resolve_auto(config: Config, gpus: int | None = None, hosts: int = 1, network: Network | None = None) -> Config:

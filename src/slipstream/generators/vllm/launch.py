@@ -24,6 +24,7 @@ from slipstream.generators.vllm.compat import (
 from slipstream.model.device import dtype_name, dtype_of
 from slipstream.model.images import image_processor
 from slipstream.model.inspection import attention_heads, has_experts, model_type
+from slipstream.model.loading import load_causal_lm
 
 T = TypeVar("T")
 Part = Literal["generator", "teacher"]
@@ -38,7 +39,7 @@ EXTENSION = "slipstream.generators.vllm.worker_extension.WorkerExtension"
 SCHEDULER = "slipstream.generators.vllm.scheduler.create_scheduler"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values that vLLM accepts as max_lora_rank
 MAMBA_TYPES = ("falcon_mamba", "jamba", "mamba")  # model types with layers of the first version of Mamba
-ENGINE_BYTES = 6 * 2**30  # of activations and CUDA graphs, where an engine's share is computed
+ENGINE_BYTES = 6 * 2**30  # of activations and CUDA graphs at most; of a small share at most a quarter
 CACHE_MARGIN = 1.1
 MIN_CPU_CACHE_BYTES = 2**28  # of keys and values, in addition to one sequence of the whole context
 FAILURE = re.compile(r"\b((?:\w+\.)*\w*Error: .+)")
@@ -193,6 +194,10 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
         dtype, memory = dtype_of(config), generator.gpu_memory_utilization
         arguments |= cpu_arguments(config.model.path, dtype, generator.max_model_len, memory)
         arguments |= {"async_scheduling": False}
+    sized = on_cpu or config.sync.placement == "colocated" or "kv_cache_memory_bytes" in generator.engine_args
+    if sharers > 1 and not sized:
+        share = arguments["gpu_memory_utilization"]
+        arguments["kv_cache_memory_bytes"] = shared_cache_bytes(config, share, gpu_bytes())
     return arguments | generator.engine_args
 
 
@@ -212,6 +217,30 @@ def memory_share(config: Config, sharers: int) -> float:
     if config.sync.placement == "colocated":
         return share_in_turns(config, gpu_bytes() if torch.cuda.is_available() else 0)
     return DEFAULT_MEMORY if sharers == 1 else round(SHARED_MEMORY / sharers, 3)
+
+
+def shared_cache_bytes(config: Config, share: float, memory: int) -> int:
+    """Bytes for keys and values in this share of a GPU with `memory` bytes, which other processes use, too.
+
+    vLLM would measure how much memory its start takes, and count what other processes allocate meanwhile. Raises
+    `ConfigError` if nothing is left.
+    """
+    own, weights = share * memory, weight_bytes(config) / config.generator.gpus_per_engine
+    cache = int(own - weights - min(ENGINE_BYTES, own / 4))
+    if cache <= 0:
+        raise ConfigError(
+            f"the engine's share of its GPU is {own / 1e9:.1f} GB; the weights ({weights / 1e9:.1f} GB) and vLLM's "
+            "activations leave no room for keys and values; raise generator.gpu_memory_utilization if the trainer "
+            "needs less, or spread the model by generator.tensor_parallel_size"
+        )
+    return cache
+
+
+def weight_bytes(config: Config) -> int:
+    """Bytes of the model's weights in the dtype that they are computed in."""
+    model = load_causal_lm(config.model.path, device=torch.device("meta"), dtype=torch.float32)
+    parameters: int = sum(parameter.numel() for parameter in model.parameters())
+    return dtype_of(config).itemsize * parameters
 
 
 def gpu_bytes() -> int:
