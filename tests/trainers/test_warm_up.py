@@ -36,6 +36,6 @@ def test_every_family_can_be_warmed_up(tmp_path: Path, name: str) -> None:
     """Routed experts, recurrent states, biased heads: made-up tokens are tokens as any."""
     model = FAMILIES[name].build()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    warm_up(PackedPolicy(model), TrainerRanks(TrainerConfig(), CPU), CPU)
+    warm_up(PackedPolicy(model), TrainerRanks(TrainerConfig(), CPU), CPU, 512)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())

@@ -98,7 +98,7 @@ class Trainer:
     def warm_up(self) -> None:
         """Compile the passes of the first step. Parameters and optimizer stay as they are."""
         with self._adapter_dropout():
-            warm_up(self._policy, self.ranks, self.device, self._images)
+            warm_up(self._policy, self.ranks, self.device, self._options.tokens_per_microbatch, self._images)
         self._optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
