@@ -106,7 +106,6 @@ def warm_servers(request: pytest.FixtureRequest) -> None:
 def warm_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork generators and trainers from a process that has imported their libraries."""
     monkeypatch.setattr("slipstream.runtime.process.LocalProcess._start", staticmethod(warm.start))
-    monkeypatch.setattr("slipstream.runtime.worker_process.WorkerProcess.start", warm.start_known)
 
 
 def build_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:

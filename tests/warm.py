@@ -7,7 +7,6 @@ all that `subprocess` starts in tests, start as they do for users.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import math
 import os
 import pickle
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.runtime.process import Launch, LocalProcess, child_environment
-from slipstream.runtime.worker_process import WorkerProcess
+from slipstream.runtime.worker_main import PRELOAD
 from tests.fork_server import Request
 
 MODULES = [
@@ -35,7 +34,6 @@ MODULES = [
 VLLM = ["vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "tests.vllm_in_process"]
 NEW = ("reward worker",)
 start_new = LocalProcess._start
-reference = contextvars.ContextVar("the class of the worker that is started", default="")
 _servers: dict[str, Forks] = {}
 
 
@@ -141,13 +139,4 @@ def server_of(kind: str) -> Forks:
 
 def start(launch: Launch, *sockets: socket.socket) -> Any:
     """Replaces `LocalProcess._start` in the process of the tests."""
-    return server_of("vllm" if "vllm" in reference.get() else "").start(launch, *sockets)
-
-
-async def start_known(self: WorkerProcess, kind: Any, name: str, *arguments: Any) -> Any:
-    """Replaces `WorkerProcess.start`."""
-    reference.set(name)
-    return await start_worker(self, kind, name, *arguments)
-
-
-start_worker = WorkerProcess.start
+    return server_of("vllm" if "vllm" in launch.environment.get(PRELOAD, "") else "").start(launch, *sockets)

@@ -9,10 +9,10 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config.loading import (
     as_flags,
@@ -44,19 +44,27 @@ def train(options: argparse.Namespace, flags: list[str]) -> None:
             raise ConfigError("--auto-resume needs a CONFIG.toml, and in run.dir the directory of the run")
         if (Path(config.run.dir) / "config.toml").exists():
             options.resume, flags = Path(config.run.dir), as_flags(config)
+    from slipstream.controller.prestart import prestarted
+
+    with prestarted(config) if config else nullcontext():
+        summary = _train(options, flags, config)
     from slipstream.observe.report import report
     from slipstream.observe.run_data import load_run
+
+    report(load_run(summary["directory"]))
+
+
+def _train(options: argparse.Namespace, flags: list[str], config: Config | None) -> dict[str, Any]:
+    """Start a run, or resume one. Returns its summary."""
     from slipstream.run import resume, train
 
     if options.resume:
         moved = None if config else dict(parse_flags(flags)).get("run.dir")
         if moved and Path(str(moved)).absolute() != options.resume.absolute():
             raise ConfigError(f"run.dir = {str(moved)!r} does nothing with --resume: the run stays in {options.resume}")
-        summary = resume(options.resume, flags, quiet=options.quiet)
-    else:
-        assert config
-        summary = train(config, quiet=options.quiet)
-    report(load_run(summary["directory"]))
+        return resume(options.resume, flags, quiet=options.quiet)
+    assert config
+    return train(config, quiet=options.quiet)
 
 
 def evaluate(options: argparse.Namespace, flags: list[str]) -> None:

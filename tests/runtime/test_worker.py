@@ -292,12 +292,13 @@ def test_the_error_of_a_worker_that_fails_to_start_is_raised(tmp_path: Path) -> 
     assert error.value.kind == "LoadError"
 
 
-@pytest.mark.parametrize("kind", ["module", "file", "module that fails"])
+@pytest.mark.parametrize("kind", ["module", "function", "file", "module that fails"])
 def test_a_launched_process_imports_its_worker_before_it_is_built(kind: str, tmp_path: Path) -> None:
     """Once: the code of a file would run again. An error of the import is raised when the worker is built."""
     code = "print('imported', flush=True)\n" + "1 / 0\n" * (kind == "module that fails")
-    code += "class Own:\n    preload = staticmethod(lambda: print('preloaded', flush=True))\n"
-    code += "    def __init__(self):\n        print('built', flush=True)\n"
+    code += "def preload():\n    print('preloaded', flush=True)\n"
+    code += "class Own:\n    def __init__(self):\n        print('built', flush=True)\n"
+    said = {"module": "imported", "function": "preloaded"}.get(kind, "")
     (tmp_path / "own_worker.py").write_text(code)
     log = tmp_path / "log"
 
@@ -305,9 +306,9 @@ def test_a_launched_process_imports_its_worker_before_it_is_built(kind: str, tmp
         process = WorkerProcess("own", log, environment={"PYTHONPATH": str(tmp_path)})
         try:
             reference = f"{tmp_path / 'own_worker.py' if kind == 'file' else 'own_worker'}:Own"
-            await process.launch(reference)
+            await process.launch("own_worker:preload" if kind == "function" else reference)
             async with asyncio.timeout(60):
-                while kind == "module" and "preloaded" not in log.read_text():
+                while said not in log.read_text():
                     await asyncio.sleep(0.02)
             await process.start(Worker, reference)
         finally:
@@ -318,7 +319,7 @@ def test_a_launched_process_imports_its_worker_before_it_is_built(kind: str, tmp
             asyncio.run(main())
         return
     asyncio.run(main())
-    assert log.read_text().split() == ["imported", *["preloaded"] * (kind == "module"), "built"]
+    assert log.read_text().split() == ["imported", *["preloaded"] * (kind == "function"), "built"]
 
 
 def test_a_process_that_does_not_end_is_terminated(tmp_path: Path) -> None:

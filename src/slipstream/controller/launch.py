@@ -13,6 +13,7 @@ from uuid import uuid4
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.colocation import ColocatedScheduler
 from slipstream.controller.engine_restart import RestartPublisher
+from slipstream.controller.prestart import PRELOADS, WORKER_CLASSES
 from slipstream.controller.staggered_publisher import StaggeredPublisher
 from slipstream.controller.weight_publisher import WeightPublisher
 from slipstream.environments.episode import first_error
@@ -28,13 +29,6 @@ from slipstream.runtime.worker import WorkerError, handle
 from slipstream.runtime.worker_process import WorkerProcess
 from slipstream.sync.link import find_link
 from slipstream.trainers.base import TrainerWorker
-
-# Worker classes of `generator.engine` and `trainer.kind`; other names are `module:Class` of the user.
-WORKER_CLASSES = {
-    "torch": "slipstream.generators.generator_worker:GeneratorWorker",
-    "vllm": "slipstream.generators.vllm.engine:VllmWorker",
-    "pytorch": "slipstream.trainers.trainer_worker:PytorchTrainerWorker",
-}
 
 
 class Cluster:
@@ -185,7 +179,7 @@ async def start_generators(
 
         async def start() -> None:
             if gpus_free:
-                await process.launch(kind)  # so that it imports vLLM meanwhile
+                await process.launch(PRELOADS.get(kind, kind))  # so that it imports vLLM meanwhile
                 await gpus_free()
             await process.start(EngineWorker, kind, config, log, placement.sharers(gpus))
 

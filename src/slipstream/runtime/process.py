@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
 from slipstream.runtime.event_loop import yield_to_loop
+from slipstream.runtime.worker_main import PRELOAD, PRESTARTED
 
 NOT_PLACED = "It was not placed within"  # begins the reason of a process that no node of a cluster could hold
 EXIT_STATUS_S = 10.0  # in which the exit status of a process becomes known after its connection ended
@@ -67,11 +69,14 @@ class LocalProcess(Process):
 
         Then `connection` carries no messages, and only shows that the process has ended.
         """
-        self.connection, theirs = socket.socketpair()
         if launch.log:
             launch.log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, given or contextlib.nullcontext():
-            self._process = self._start(launch, *((given, theirs) if given else (theirs,)))
+        if not given and (prestarted := _take_prestarted(launch)):
+            self.connection, self._process = prestarted
+        else:
+            self.connection, theirs = socket.socketpair()
+            with theirs, given or contextlib.nullcontext():
+                self._process = self._start(launch, *((given, theirs) if given else (theirs,)))
         self.pid = self._process.pid
         self._ended = False  # the process and all that it started; the number of its process group may be reused
 
@@ -122,6 +127,39 @@ class LocalProcess(Process):
         """Whether the process and all that it started have ended."""
         self._ended = self._ended or (self._process.poll() is not None and not process_group_alive(self.pid))
         return self._ended
+
+
+_prestarted: list[tuple[str, socket.socket, subprocess.Popen[bytes]]] = []
+
+
+def prestart(reference: str) -> None:
+    """Start a process that runs `worker_main.preload` of this reference. The next launch that asks for that gets it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = LocalProcess._start(Launch(reference, environment={PRELOAD: reference, PRESTARTED: "1"}), theirs)
+    _prestarted.append((reference, ours, process))
+
+
+def _take_prestarted(launch: Launch) -> tuple[socket.socket, subprocess.Popen[bytes]] | None:
+    """A running process of `prestart`, with its connection, that becomes the one to launch; None without one."""
+    for found in _prestarted:
+        reference, connection, process = found
+        if reference == launch.environment.get(PRELOAD) and process.poll() is None:
+            _prestarted.remove(found)
+            with contextlib.suppress(OSError), Connection(os.dup(connection.fileno())) as duplicate:
+                duplicate.send((child_environment(launch), str(launch.log or os.devnull)))
+            return connection, process
+    return None
+
+
+def stop_prestarted() -> None:
+    """Kill the processes of `prestart` that no launch has taken."""
+    while _prestarted:
+        _, connection, process = _prestarted.pop()
+        connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def child_environment(launch: Launch) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import ctypes
 import gc
 import logging
 import multiprocessing.util
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from slipstream.config.plugins import build, load_object
@@ -26,7 +28,10 @@ from slipstream.runtime.memory import freeze_heap, unshared_bytes
 from slipstream.runtime.priority import lower_priority_as_asked
 from slipstream.runtime.worker import succeeded
 
-PRELOAD = "SLIPSTREAM_PRELOAD"  # environment variable: the class of the worker that this process will build
+# Environment variables: what this process imports before its worker is built (the argument of `preload`), and whether
+# it gets the rest of its environment, and its log, after that.
+PRELOAD, PRESTARTED = "SLIPSTREAM_PRELOAD", "SLIPSTREAM_PRESTARTED"
+VISIBLE, CUDA_NOT_INITIALIZED = "CUDA_VISIBLE_DEVICES", 3  # the latter is an error code of the driver
 HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `unshared_bytes`
 START = 0  # number of the first call, which builds the worker
 ORPHAN_GRACE_S = 30.0  # for a worker to end by itself after its controller is gone
@@ -160,13 +165,40 @@ def import_class(reference: str) -> Any:
 
 
 def preload(reference: str) -> None:
-    """Import a worker's class before it is built, and call its `preload` if there is one. Prints errors."""
+    """Import a worker's class before it is built; or run a function `preload`, which imports it. Prints errors."""
     if reference.partition(":")[0].endswith(".py"):  # the code of a file would run twice
         return
     try:
-        getattr(import_class(reference), "preload", lambda: None)()
+        found = import_class(reference)
+        if reference.endswith(":preload"):
+            found()
     except Exception:
         traceback.print_exc()
+
+
+def wait_for_launch(connection: Connection) -> None:
+    """Import what a worker needs. Then take the environment and the log that the controller sends."""
+    del os.environ[PRESTARTED]
+    preload(os.environ.pop(PRELOAD))
+    environment, log = connection.recv()
+    visible = os.environ.get(VISIBLE)
+    os.environ.update(environment)
+    paths = environment["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
+    with Path(log).open("ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    if os.environ.get(VISIBLE) != visible and cuda_is_initialized():  # by an import; CUDA reads the variable only once
+        os.execv(sys.executable, [sys.executable, "-m", "slipstream.runtime.worker_main", *sys.argv[1:]])
+
+
+def cuda_is_initialized() -> bool:
+    """Whether this process has initialized the CUDA driver."""
+    try:
+        status: int = ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+    except OSError:  # no driver
+        return False
+    return status != CUDA_NOT_INITIALIZED
 
 
 def fast_exit() -> None:
@@ -188,9 +220,12 @@ def end_process_group() -> None:
 def main() -> None:
     atexit.register(fast_exit)  # before workers register handlers: handlers run in reverse order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    lower_priority_as_asked()
+    connection = Connection(int(sys.argv[1]))
     try:
-        asyncio.run(WorkerServer(Connection(int(sys.argv[1]))).serve())
+        if PRESTARTED in os.environ:
+            wait_for_launch(connection)
+        lower_priority_as_asked()
+        asyncio.run(WorkerServer(connection).serve())
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
     except UserError as error:  # of background work; the controller shows the end of the log

@@ -94,18 +94,16 @@ class WorkerProcess:
         process ends first.
         """
         if not self.process:
-            await self.launch()
+            await self.launch(reference)
         if self._limits:
             self._watching = supervise(self._watch(self._limits), self.name, self.terminate)
         await self.call("start", (reference, pickle.dumps(arguments), methods_of(kind), HEARTBEAT_S))
         return handle(kind, self)
 
-    async def launch(self, reference: str = "") -> None:
-        """Start a process. With a reference it imports the worker's class, and then waits for `start`."""
+    async def launch(self, reference: str) -> None:
+        """Start a process. It runs `worker_main.preload` of the reference, and then waits for `start`."""
         self._loop = asyncio.get_running_loop()
-        if reference:
-            environment = {**self._launch.environment, PRELOAD: reference}
-            self._launch = replace(self._launch, environment=environment)
+        self._launch = replace(self._launch, environment={**self._launch.environment, PRELOAD: reference})
         self.process = await self._start_process()
         if self._essential:
             _started.add(self)

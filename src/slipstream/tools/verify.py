@@ -168,8 +168,6 @@ class PerturbingTrainer(PytorchTrainerWorker):
 class AdapterFromFiles(VllmWorker):
     """A generator that loads adapters from PEFT files without a weight link: by vLLM itself, or into the parameters."""
 
-    preload = staticmethod(lambda: None)  # the engine may be the embedded one
-
     def _load(self) -> tuple[Engine, OpenWeights]:
         kind = VllmWorker if self._config.generator.engine == "vllm" else GeneratorWorker
         return kind._load(self)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from slipstream.config.schema import ConfigError
 from slipstream.generators.vllm import launch
 from slipstream.generators.vllm.launch import (
-    ENVIRONMENT,
     MIN_CPU_CACHE_BYTES,
     OWN_PROCESS,
     cause,
@@ -23,6 +24,7 @@ from slipstream.generators.vllm.launch import (
     validate_head_size,
     validate_mamba,
 )
+from slipstream.generators.vllm.preload import ENVIRONMENT
 from tests.conftest import build_model
 
 CORE = "(EngineCore pid=4242) ERROR 07-01 12:00:00 [core.py:1231] "
@@ -205,3 +207,23 @@ def test_the_core_of_vllm_is_forked_only_if_it_has_a_process_on_a_gpu(
     assert bool(forks) == forked
     assert os.environ.get(OWN_PROCESS) == given.get(OWN_PROCESS, None if gpu else "0")
     assert os.environ.get("TRITON_CACHE_DIR") == ("/caches/triton" if gpu else None)
+
+
+FORKED = """
+import multiprocessing, os, sys
+from multiprocessing import forkserver
+from slipstream.generators.vllm.compat import _CoreContext
+forkserver.ensure_running()
+os.environ["GIVEN"] = "later"
+os.environ.pop("TAKEN")
+core = _CoreContext().Process(target=os.system, args=("echo $GIVEN $TAKEN >&2",))
+core.start()
+core.join()
+"""
+
+
+def test_a_forked_core_has_the_environment_of_the_engine() -> None:
+    """And not that of the fork server, which was started before."""
+    environment = os.environ | {"GIVEN": "at first", "TAKEN": "at first"}
+    found = subprocess.run([sys.executable, "-c", FORKED], env=environment, capture_output=True, text=True, check=True)
+    assert found.stderr.split() == ["later"]

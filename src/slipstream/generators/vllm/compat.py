@@ -5,19 +5,19 @@ A feature is detected by its presence, never by a version number.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from slipstream.config.schema import ConfigError
+from slipstream.generators.vllm.preload import start_core_server
 
 if TYPE_CHECKING:
     from slipstream.generators.vllm.worker_methods import WorkerMethods
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 CORE_CHECK_INTERVAL_S = 0.5
-CORE_MODULES = ["vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"]  # imported before the core is forked
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -53,10 +52,21 @@ def scales_span_ranks() -> bool:
     return hasattr(fp8, "amax_for_tp_weight_quant")
 
 
-def start_core_server() -> None:
-    """Start a fork server that imports vLLM. It keeps the present environment variables."""
-    multiprocessing.set_forkserver_preload(CORE_MODULES)
-    forkserver.ensure_running()
+class _CoreProcess(ForkServerProcess):
+    """A process with the environment variables of the process that starts it, not those of the fork server."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._environment = dict(os.environ)
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        super().run()
+
+
+class _CoreContext(ForkServerContext):
+    Process = _CoreProcess
 
 
 def fork_core() -> None:
@@ -64,7 +74,7 @@ def fork_core() -> None:
     start_core_server()
     from vllm.v1.engine import utils
 
-    utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
+    utils.get_mp_context = _CoreContext
 
 
 def core_has_own_process(llm: Any) -> bool:

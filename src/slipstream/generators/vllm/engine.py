@@ -29,7 +29,7 @@ from slipstream.generators.vllm.compat import (
     refusals,
     routed_experts,
 )
-from slipstream.generators.vllm.launch import new_engine, preload_vllm, start_vllm
+from slipstream.generators.vllm.launch import new_engine, start_vllm
 from slipstream.generators.vllm.requests import VllmRequest, resolve_in_flight, vllm_prompt
 from slipstream.generators.vllm.weights import AdapterWeights, CountsBeforeSwap, VllmWeights
 from slipstream.generators.vllm.worker_methods import WorkerMethods
@@ -358,8 +358,6 @@ class VllmEngine:
 
 class VllmWorker(GeneratorWorker):
     """A `GeneratorWorker` with vLLM instead of the embedded engine."""
-
-    preload = staticmethod(preload_vllm)
 
     def _load(self) -> tuple[Engine, OpenWeights]:
         engine = VllmEngine(self._config, sharers=self._sharers, log=self._log)

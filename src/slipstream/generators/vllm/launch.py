@@ -18,9 +18,9 @@ from slipstream.generators.vllm.compat import (
     cpu_head_sizes,
     fork_core,
     has_mamba_kernel,
-    start_core_server,
     validate_experts_returned,
 )
+from slipstream.generators.vllm.preload import set_environment
 from slipstream.model.device import dtype_name, dtype_of
 from slipstream.model.images import image_processor
 from slipstream.model.inspection import attention_heads, has_experts, model_type
@@ -28,11 +28,6 @@ from slipstream.model.loading import load_causal_lm
 
 T = TypeVar("T")
 Part = Literal["generator", "teacher"]
-ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # CUDA does not work in a process that is forked after it was initialized
-}
 OWN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # of the engine core
 CPU_ENVIRONMENT = {OWN_PROCESS: "0"}  # starts in seconds
 EXTENSION = "slipstream.generators.vllm.worker_extension.WorkerExtension"
@@ -77,7 +72,7 @@ def start_vllm(part: Part, build: Callable[[], T], log: Path | None, engine_args
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f'{part}.engine = "vllm" needs vLLM: pip install vllm')
-    _set_environment()
+    set_environment(_gpu_environment() if torch.cuda.is_available() else CPU_ENVIRONMENT)
     if _can_fork_core() and not engine_args.get("numa_bind"):  # which vLLM applies to spawned processes only
         fork_core()
     logged = log.stat().st_size if log else 0
@@ -87,22 +82,6 @@ def start_vllm(part: Part, build: Callable[[], T], log: Path | None, engine_args
         raise
     except (RuntimeError, ValueError, TypeError, OSError) as error:
         raise ConfigError(f"vLLM does not start: {cause(part, error, log, logged)}") from error
-
-
-def preload_vllm() -> None:
-    """Import vLLM, here and in the process that its core is forked from, if there is one. Uses no GPU memory."""
-    if importlib.util.find_spec("vllm") is None:
-        return
-    _set_environment()
-    if _can_fork_core():
-        start_core_server()
-    importlib.import_module("vllm.v1.engine.llm_engine")
-
-
-def _set_environment() -> None:
-    """Set variables of vLLM that the user has not set."""
-    for name, value in (ENVIRONMENT | (_gpu_environment() if torch.cuda.is_available() else CPU_ENVIRONMENT)).items():
-        os.environ.setdefault(name, value)
 
 
 def _can_fork_core() -> bool:
