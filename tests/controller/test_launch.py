@@ -117,6 +117,14 @@ def test_the_cache_of_an_engine_beside_others_is_its_share_without_weights_and_a
     assert shared_cache_bytes(config, 0.4, 10 * gib) == pytest.approx(3 * gib - weights, abs=1)
     two: Any = load_config(None, [*flags, "--generator.tensor_parallel_size=2"])
     assert shared_cache_bytes(two, 0.4, 80 * gib) == pytest.approx(26 * gib - weights / 2, abs=1)
+    half: Any = load_config(None, [*flags, "--generator.engine_args.quantization=fp8_per_channel"])
+    quantized = shared_cache_bytes(half, 0.4, 80 * gib)
+    model = AutoModelForCausalLM.from_pretrained(patient)
+    matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name and "head" not in name]
+    assert quantized == pytest.approx(26 * gib - weights + sum(p.numel() for p in matrices), abs=1)
+    adapters: Any = load_config(None, [*flags, "--lora.rank=16", "--sync.link=lora", "--loop.max_lag=1"])
+    slots = 2 * 4 * 16 * sum(sum(p.shape) for p in matrices)
+    assert shared_cache_bytes(adapters, 0.4, 80 * gib) == pytest.approx(26 * gib - weights - slots, abs=1)
     with pytest.raises(ConfigError, match=r"share of its GPU is 0.0 GB; .* raise generator.gpu_memory_utilization"):
         shared_cache_bytes(config, 0.4, weights)
 

@@ -100,7 +100,7 @@ def test_what_a_run_does_not_use_ends_with_it(runtime: str, tiny: Path) -> None:
     ]
     with pytest.raises(UserError, match="refused"), prestarted(load_config(None, flags)):
         waiting = [process.pid for _, _, process in processes._prestarted]
-        assert len(waiting) == (3 if runtime == "local" else 0)
+        assert len(waiting) == (min(3, os.cpu_count() or 1) if runtime == "local" else 0)
         raise UserError("refused")
     assert not any(map(alive, waiting))
 

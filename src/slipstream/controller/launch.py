@@ -23,6 +23,7 @@ from slipstream.generators.vllm.servers import Server
 from slipstream.runtime.addresses import link_environment
 from slipstream.runtime.closing import close_at_once, closing
 from slipstream.runtime.placement import Placement, gpus_of_engine, place, resolve_auto
+from slipstream.runtime.process import stop_prestarted
 from slipstream.runtime.rank_group import RankGroup, trainer_process
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import WorkerError, handle
@@ -90,6 +91,8 @@ class Cluster:
             if isinstance(pool, GeneratorPool):  # started before the cancellation arrived
                 await pool.close()
             raise
+        finally:
+            await asyncio.to_thread(stop_prestarted)  # those that were too many
         return cls(engines.result(), trainer, config, directory, placement)
 
     @property
@@ -164,8 +167,8 @@ async def start_generators(
 ) -> GeneratorPool:  # fmt: skip
     """Start the engines, without a trainer, on the weights of the model's files, or connect to `generator.servers`.
 
-    `service` overrides the worker class of `generator.engine`. Engines wait for `gpus_free` before they use a GPU.
-    Raises `ConfigError` as `Cluster.start`.
+    `service` overrides the worker class of `generator.engine`. Engines wait for `gpus_free`, if given, before they use
+    a GPU. Raises `ConfigError` as `Cluster.start`.
     """
     if config.generator.servers:
         return await _connect_servers(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,16 +21,16 @@ PRELOADS = {"slipstream.generators.vllm.engine:VllmWorker": "slipstream.generato
 
 @contextmanager
 def prestarted(config: Config) -> Iterator[None]:
-    """Context in which the run finds processes for its engines and trainer that have begun to import.
+    """Context in which the run finds processes for its trainer and engines that have begun to import.
 
-    Those that it does not use are killed at the end. Ray starts processes only where it has reserved resources.
+    There is at most one for each processor. Those that the run does not use are killed. Ray starts processes only where
+    it has reserved resources.
     """
     engines, trainers = (WORKER_CLASSES.get(name, "") for name in (config.generator.engine, config.trainer.kind))
-    kinds = [engines] * config.generator.engines + [trainers] * config.trainer.ranks
+    kinds = [trainers] * config.trainer.ranks + [engines] * config.generator.engines
     try:
-        for kind in kinds if config.runtime.kind == "local" else ():
-            if kind:
-                prestart(PRELOADS.get(kind, kind))
+        for kind in filter(None, kinds[: os.cpu_count()] if config.runtime.kind == "local" else ()):
+            prestart(PRELOADS.get(kind, kind))
         yield
     finally:
         stop_prestarted()

@@ -142,10 +142,12 @@ def prestart(reference: str) -> None:
 
 def _take_prestarted(launch: Launch) -> tuple[socket.socket, subprocess.Popen[bytes]] | None:
     """A running process of `prestart`, with its connection, that becomes the one to launch; None without one."""
-    for found in _prestarted:
-        reference, connection, process = found
-        if reference == launch.environment.get(PRELOAD) and process.poll() is None:
-            _prestarted.remove(found)
+    for found in [one for one in _prestarted if one[0] == launch.environment.get(PRELOAD)]:
+        _prestarted.remove(found)
+        _, connection, process = found
+        if process.poll() is not None:
+            connection.close()
+        else:
             with contextlib.suppress(OSError), Connection(os.dup(connection.fileno())) as duplicate:
                 duplicate.send((child_environment(launch), str(launch.log or os.devnull)))
             return connection, process
@@ -156,10 +158,10 @@ def stop_prestarted() -> None:
     """Kill the processes of `prestart` that no launch has taken."""
     while _prestarted:
         _, connection, process = _prestarted.pop()
-        connection.close()
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # as in `LocalProcess._signal`
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        connection.close()
 
 
 def child_environment(launch: Launch) -> dict[str, str]:

@@ -31,6 +31,7 @@ from slipstream.runtime.worker import succeeded
 # Environment variables: what this process imports before its worker is built (the argument of `preload`), and whether
 # it gets the rest of its environment, and its log, after that.
 PRELOAD, PRESTARTED = "SLIPSTREAM_PRELOAD", "SLIPSTREAM_PRESTARTED"
+LOG = "SLIPSTREAM_LOG"  # environment variable: the log of a prestarted worker, for processes of its fork server
 VISIBLE, CUDA_NOT_INITIALIZED = "CUDA_VISIBLE_DEVICES", 3  # the latter is an error code of the driver
 HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `unshared_bytes`
 START = 0  # number of the first call, which builds the worker
@@ -172,7 +173,7 @@ def preload(reference: str) -> None:
         found = import_class(reference)
         if reference.endswith(":preload"):
             found()
-    except Exception:
+    except (Exception, SystemExit):  # raised again when the worker is built
         traceback.print_exc()
 
 
@@ -185,11 +186,18 @@ def wait_for_launch(connection: Connection) -> None:
     os.environ.update(environment)
     paths = environment["PYTHONPATH"].split(os.pathsep)
     sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
+    os.environ[LOG] = log
+    write_to(log)
+    if os.environ.get(VISIBLE) != visible and cuda_is_initialized():  # by an import; CUDA reads the variable only once
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+        os.execv(sys.executable, [sys.executable, "-m", "slipstream.runtime.worker_main", *sys.argv[1:]])
+
+
+def write_to(log: str) -> None:
+    """Append what this process writes to its standard output and error to a file."""
     with Path(log).open("ab") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
-    if os.environ.get(VISIBLE) != visible and cuda_is_initialized():  # by an import; CUDA reads the variable only once
-        os.execv(sys.executable, [sys.executable, "-m", "slipstream.runtime.worker_main", *sys.argv[1:]])
 
 
 def cuda_is_initialized() -> bool:

@@ -45,7 +45,8 @@ def _made_up_samples(policy: PackedPolicy, tokens: int, group: int, images: Imag
     sizes would be compiled again for others.
     """
     config = causal_lm(policy.model).config.get_text_config()
-    longest = min(LONGEST, getattr(config, "max_position_embeddings", LONGEST))
+    context = getattr(config, "max_position_embeddings", None) or LONGEST
+    longest = min(LONGEST, context, max(4, tokens // (GROUP + 1)))
     quarter, count = max(1, longest // 4), max(GROUP + 1, tokens // longest)
     lengths = ((quarter + (i // group) % quarter, 2 * quarter - i % min(5, quarter)) for i in range(count))
     vocabulary = images.placeholder if images else config.vocab_size

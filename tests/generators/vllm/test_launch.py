@@ -216,14 +216,16 @@ from slipstream.generators.vllm.compat import _CoreContext
 forkserver.ensure_running()
 os.environ["GIVEN"] = "later"
 os.environ.pop("TAKEN")
+os.environ["SLIPSTREAM_LOG"] = os.environ["LATER_LOG"]
 core = _CoreContext().Process(target=os.system, args=("echo $GIVEN $TAKEN >&2",))
 core.start()
 core.join()
 """
 
 
-def test_a_forked_core_has_the_environment_of_the_engine() -> None:
-    """And not that of the fork server, which was started before."""
-    environment = os.environ | {"GIVEN": "at first", "TAKEN": "at first"}
+def test_a_forked_core_has_the_environment_and_the_log_of_the_engine(tmp_path: Path) -> None:
+    """And not those of the fork server, which was started before."""
+    environment = os.environ | {"GIVEN": "at first", "TAKEN": "at first", "LATER_LOG": str(tmp_path / "log")}
     found = subprocess.run([sys.executable, "-c", FORKED], env=environment, capture_output=True, text=True, check=True)
-    assert found.stderr.split() == ["later"]
+    assert (tmp_path / "log").read_text().split() == ["later"]
+    assert not found.stderr

@@ -18,6 +18,7 @@ import torch
 
 from slipstream.config.schema import ConfigError
 from slipstream.generators.vllm.preload import start_core_server
+from slipstream.runtime.worker_main import LOG, write_to
 
 if TYPE_CHECKING:
     from slipstream.generators.vllm.worker_methods import WorkerMethods
@@ -53,7 +54,7 @@ def scales_span_ranks() -> bool:
 
 
 class _CoreProcess(ForkServerProcess):
-    """A process with the environment variables of the process that starts it, not those of the fork server."""
+    """A process with the environment variables and the log of the process that starts it, not of the fork server."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -62,6 +63,8 @@ class _CoreProcess(ForkServerProcess):
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self._environment)
+        if log := os.environ.get(LOG):
+            write_to(log)
         super().run()
 
 

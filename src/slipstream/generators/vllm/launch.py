@@ -20,7 +20,7 @@ from slipstream.generators.vllm.compat import (
     has_mamba_kernel,
     validate_experts_returned,
 )
-from slipstream.generators.vllm.preload import set_environment
+from slipstream.generators.vllm.preload import OWN_PROCESS, set_environment
 from slipstream.model.device import dtype_name, dtype_of
 from slipstream.model.images import image_processor
 from slipstream.model.inspection import attention_heads, has_experts, model_type
@@ -28,7 +28,6 @@ from slipstream.model.loading import load_causal_lm
 
 T = TypeVar("T")
 Part = Literal["generator", "teacher"]
-OWN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # of the engine core
 CPU_ENVIRONMENT = {OWN_PROCESS: "0"}  # starts in seconds
 EXTENSION = "slipstream.generators.vllm.worker_extension.WorkerExtension"
 SCHEDULER = "slipstream.generators.vllm.scheduler.create_scheduler"
@@ -36,6 +35,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values that vLL
 MAMBA_TYPES = ("falcon_mamba", "jamba", "mamba")  # model types with layers of the first version of Mamba
 ENGINE_BYTES = 6 * 2**30  # of activations and CUDA graphs at most; of a small share at most a quarter
 CACHE_MARGIN = 1.1
+QUANTIZED_BYTES = {"bitsandbytes": 0.6, "fp8": 1.0}  # of an element of a matrix, by the beginning of vLLM's name
 MIN_CPU_CACHE_BYTES = 2**28  # of keys and values, in addition to one sequence of the whole context
 FAILURE = re.compile(r"\b((?:\w+\.)*\w*Error: .+)")
 MAX_REASON_CHARS = 300
@@ -175,8 +175,10 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
         arguments |= {"async_scheduling": False}
     sized = on_cpu or config.sync.placement == "colocated" or "kv_cache_memory_bytes" in generator.engine_args
     if sharers > 1 and not sized:
-        share = arguments["gpu_memory_utilization"]
-        arguments["kv_cache_memory_bytes"] = shared_cache_bytes(config, share, gpu_bytes())
+        share, memory = arguments["gpu_memory_utilization"], gpu_bytes()
+        arguments["kv_cache_memory_bytes"] = shared_cache_bytes(config, share, memory)
+        # vLLM compares it with the free memory only, while the trainer compiles with more memory than its steps take.
+        arguments["gpu_memory_utilization"] = min(share, 0.01)
     return arguments | generator.engine_args
 
 
@@ -204,22 +206,32 @@ def shared_cache_bytes(config: Config, share: float, memory: int) -> int:
     vLLM would measure how much memory its start takes, and count what other processes allocate meanwhile. Raises
     `ConfigError` if nothing is left.
     """
-    own, weights = share * memory, weight_bytes(config) / config.generator.gpus_per_engine
-    cache = int(own - weights - min(ENGINE_BYTES, own / 4))
+    own, held = share * memory, held_bytes(config)
+    cache = int(own - held - min(ENGINE_BYTES, own / 4))
     if cache <= 0:
         raise ConfigError(
-            f"the engine's share of its GPU is {own / 1e9:.1f} GB; the weights ({weights / 1e9:.1f} GB) and vLLM's "
+            f"the engine's share of its GPU is {own / 1e9:.1f} GB; weights and adapters ({held / 1e9:.1f} GB) and "
             "activations leave no room for keys and values; raise generator.gpu_memory_utilization if the trainer "
             "needs less, or spread the model by generator.tensor_parallel_size"
         )
     return cache
 
 
-def weight_bytes(config: Config) -> int:
-    """Bytes of the model's weights in the dtype that they are computed in."""
+def held_bytes(config: Config) -> float:
+    """Bytes of weights and adapter slots on a GPU of the engine. A pipeline stage may hold all embeddings."""
+    generator, size = config.generator, dtype_of(config).itemsize
+    kind = str(generator.engine_args.get("quantization"))
+    quantized = next((each for name, each in QUANTIZED_BYTES.items() if kind.startswith(name)), size)
     model = load_causal_lm(config.model.path, device=torch.device("meta"), dtype=torch.float32)
-    parameters: int = sum(parameter.numel() for parameter in model.parameters())
-    return dtype_of(config).itemsize * parameters
+    ends = {id(e.weight) for e in (model.get_input_embeddings(), model.get_output_embeddings()) if e is not None}
+    matrices = [p for p in model.parameters() if p.dim() > 1 and id(p) not in ends]
+    others = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in matrices)
+    held: float = size * others / generator.tensor_parallel_size
+    held += quantized * sum(p.numel() for p in matrices) / generator.gpus_per_engine
+    if config.sync.link == "lora":
+        slots = adapter_arguments(config, on_cpu=False)
+        held += size * slots["max_loras"] * slots["max_lora_rank"] * sum(sum(p.shape) for p in matrices if p.dim() == 2)
+    return held
 
 
 def gpu_bytes() -> int:

@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # CUDA does not work in a process that is forked after it was initialized
 }
+OWN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # of the engine core
 CORE_MODULES = ["vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"]  # imported before the core is forked
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))  # of NVIDIA, of NVIDIA in WSL, and of AMD
 
@@ -27,7 +28,7 @@ def preload() -> None:
     if not find_spec("vllm"):
         return
     set_environment({})
-    if any(map(Path.exists, GPU_DEVICES)):
+    if any(map(Path.exists, GPU_DEVICES)) and os.environ.get(OWN_PROCESS) != "0":
         start_core_server()
     importlib.import_module("slipstream.generators.vllm.engine")
     importlib.import_module("vllm.v1.engine.llm_engine")
