@@ -229,3 +229,24 @@ def test_a_forked_core_has_the_environment_and_the_log_of_the_engine(tmp_path: P
     found = subprocess.run([sys.executable, "-c", FORKED], env=environment, capture_output=True, text=True, check=True)
     assert (tmp_path / "log").read_text().split() == ["later"]
     assert not found.stderr
+
+
+WITHOUT_CUDA = """
+import multiprocessing, sys
+from slipstream.generators.vllm import compat, preload
+preload.CORE_MODULES = sys.argv[1:]
+preload.start_core_server()
+print(type(compat._core_context(lambda: multiprocessing.get_context("spawn"))).__name__)
+"""
+
+
+@pytest.mark.parametrize(("imported", "context"), [("innocent", "_CoreContext"), ("initializes", "SpawnContext")])
+def test_a_core_is_spawned_if_an_import_has_initialized_cuda(imported: str, context: str, tmp_path: Path) -> None:
+    """CUDA does not work in processes that are forked later; a stand-in says so, as torch does on hosts with GPUs."""
+    (tmp_path / "innocent.py").write_text("import torch")
+    (tmp_path / "initializes.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", WITHOUT_CUDA, imported]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [context]
+    assert ("can't be forked" in found.stderr) == (imported == "initializes")

@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -77,7 +78,25 @@ def fork_core() -> None:
     start_core_server()
     from vllm.v1.engine import utils
 
-    utils.get_mp_context = _CoreContext
+    utils.get_mp_context = partial(_core_context, utils.get_mp_context)
+
+
+def _core_context(spawning: Callable[[], Any]) -> Any:
+    """The context in which vLLM starts its core: that of the fork server, if its children can use CUDA.
+
+    Some libraries that vLLM imports if they are installed, such as torchao, initialize CUDA when they are imported.
+    """
+    probe = _CoreContext().Process(target=_exit_unless_cuda_works)
+    probe.start()
+    probe.join()
+    if not probe.exitcode:
+        return _CoreContext()
+    print("an import of vLLM initializes CUDA, so vLLM's core can't be forked and starts later", file=sys.stderr)
+    return spawning()
+
+
+def _exit_unless_cuda_works() -> None:
+    sys.exit(int(torch.cuda._is_in_bad_fork()))
 
 
 def core_has_own_process(llm: Any) -> bool:
