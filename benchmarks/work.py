@@ -45,6 +45,10 @@ MIXTURES = {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 151936,
         "moe_intermediate_size": 768, "num_experts": 32, "num_experts_per_tok": 4,
     },
+    "4B-mixture": {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 18, "vocab_size": 151936,
+        "moe_intermediate_size": 1024, "num_experts": 32, "num_experts_per_tok": 4,
+    },
 }  # fmt: skip
 SHAPES |= MIXTURES
 QWEN_HEADS = {"num_key_value_heads": 8, "head_dim": 128}

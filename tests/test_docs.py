@@ -27,7 +27,7 @@ def test_flags_on_pages_are_options() -> None:
     commands = r"^.*slipstream (?:train|eval|verify|doctor|study|generate|config)\b.*$"
     for page in PAGES:
         for line in re.findall(commands, page.read_text(), re.M):
-            named = {".".join(name.split(".")[:2]) for name in re.findall(r"--([a-z_]+\.[a-z_.]*[a-z])", line)}
+            named = {".".join(name.split(".")[:2]) for name in re.findall(r"--([a-z_]+\.[a-z0-9_.]*[a-z0-9])", line)}
             assert named <= set(option_names()), f"{page.name}: {line}"
 
 

@@ -1,46 +1,33 @@
-"""Log-probabilities by compiled functions: the same programs serve any number of chunks."""
+"""Log-probabilities of a head by Triton kernels, and with kept logits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
-from slipstream.model import logprobs
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`torch.compile` traces functions as ever, and needs no C compiler."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(logprobs, "CHUNK", 4000)
-    logprobs._compiled.cache_clear()
-    yield
-    logprobs._compiled.cache_clear()
-    torch._dynamo.reset()
+from .head_cases import results_and_gradients
 
 
-def gradient_sums(tokens: int, frozen: bool, compiled: bool) -> list[float]:
-    """Of hidden states, and of the head if it is not frozen."""
-    torch.manual_seed(tokens)
-    hidden = torch.randn(tokens, 8, requires_grad=True)
-    head = torch.randn(40, 8, requires_grad=not frozen)
-    found, _ = logprobs.head_logprobs(
-        hidden, head, torch.arange(tokens) % 40, torch.full((tokens,), 0.7), None, compiled
+def test_kernels_compute_what_float64_does() -> None:
+    """Triton interprets the kernels on this CPU."""
+    pytest.importorskip("triton")
+    program = Path(__file__).with_name("head_cases.py")
+    ended = subprocess.run(
+        [sys.executable, program],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    found.square().sum().backward()  # type: ignore[no-untyped-call]
-    return [float(each.grad.abs().sum()) for each in (hidden, head) if each.grad is not None]
+    assert (ended.returncode, ended.stdout) == (0, "all cases are equal\n"), ended.stderr
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_several_chunks_need_no_other_programs_than_one(frozen: bool, traced: None) -> None:
-    """A chunk has 100 tokens; the last one of each has fewer."""
-    gradient_sums(51, frozen, compiled=True)
-    counters.clear()
-    for tokens in (330, 217, 73):
-        found, wanted = (gradient_sums(tokens, frozen, compiled) for compiled in (True, False))
-        assert found == pytest.approx(wanted, rel=1e-4)
-    assert not counters["stats"]["unique_graphs"]
+@pytest.mark.parametrize("masked", [False, True])
+def test_kept_logits_give_the_same_gradients(masked: bool) -> None:
+    plain, kept = (results_and_gradients(torch.float32, masked, False, 2.0, keep=keep) for keep in (False, True))
+    assert all(map(torch.equal, plain, kept))

@@ -227,6 +227,12 @@ CHECKS: tuple[Check, ...] = (
     ),
     (lambda c: c.trainer.optimizer == "muon" and c.lora.rank,
      '{trainer.optimizer} is for whole weights, not for {lora.rank}; use "adamw", or set lora.rank = 0'),
+    *_conflicts(
+        lambda c: c.trainer.fp8, "{trainer.fp8}",
+        (lambda c: c.trainer.parallel == "tensor" and c.trainer.ranks > 1, "{trainer.parallel}", 'use "fsdp" or "ddp"'),
+        (lambda c: c.lora.quantization == "4bit", "{lora.quantization}, whose base has its own products",
+         "drop one of them"),
+    ),
     (lambda c: c.trainer.parallel == "tensor" and c.trainer.ranks > 1 and c.lora.rank,
      '{trainer.parallel} can\'t train adapters; use "fsdp", or set lora.rank = 0'),
     (lambda c: c.trainer.ranks % c.trainer.context_parallel,

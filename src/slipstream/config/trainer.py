@@ -42,6 +42,7 @@ class TrainerConfig(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = option(
         "selective", "What the backward pass recomputes: nothing, all but matrix products, or whole layers."
     )
+    fp8: bool = option(False, "Compute the matrix products of linear layers in FP8, on GPUs that have these.")
     keep_compute_copy: bool = option(
         True, "Keep a copy of the weights in model.dtype; false casts layer by layer and needs less memory (one rank)."
     )

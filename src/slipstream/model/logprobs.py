@@ -1,14 +1,14 @@
 """Log-probabilities of sampled tokens, computed in chunks: memory does not grow with tokens times vocabulary.
 
 The language-model head, the temperature, the sampling mask, the log-softmax and the entropy run over chunks of tokens.
-If the head is trained, the backward pass recomputes each chunk's logits. If the head is frozen, as with adapters, the
-forward pass computes the gradient of each log-probability with respect to its hidden state.
+If the head is trained, the backward pass recomputes each chunk's logits, unless the forward pass kept them. If the head
+is frozen, as with adapters, the forward pass computes the gradient of each log-probability with respect to its hidden
+state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+import importlib
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.model.sampling_mask import SamplingMask
 
+KERNELS = "slipstream.model.head_kernels"
 LARGE_HEAD = 2**24  # elements of a head weight that exceeds CPU caches
 CHUNK = 2**24  # logits of one chunk: 64 MiB in float32
 CHUNK_ON_GPU = 2**27  # a chunk of 2**29 is 1% faster for a 1.7B model, and takes 2 GB more
@@ -23,18 +24,19 @@ CHUNK_ON_GPU = 2**27  # a chunk of 2**29 is 1% faster for a 1.7B model, and take
 
 def head_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, mask: SamplingMask | None,
-    compiled: bool = False, *, bias: Tensor | None = None, softcap: float = 0.0,
+    compiled: bool = False, *, bias: Tensor | None = None, softcap: float = 0.0, keep: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log-probability of each target under p = softmax(z / temperature), and the entropy of p, for logits
     z = hidden weight^T + bias, or softcap tanh(z / softcap) of them.
 
     p covers the ids that `mask` keeps, those of top-k/top-p (None: all). `hidden` `[tokens, size]` and `weight`
     `[vocabulary, size]` have one dtype, to which logits are rounded, as in engines. `targets` and `temperatures` are
-    `[tokens]`. Results are `[tokens]` in float32, or float64 for float64; the entropy has no gradient. `compiled`
-    compiles the operations that are not matrix products.
+    `[tokens]`. Results are `[tokens]` in float32, or float64 for float64; the entropy has no gradient. `compiled` uses
+    Triton kernels for the operations that are not matrix products, which needs a GPU. `keep` holds the logits until
+    the backward pass, which then does not repeat their product: memory grows with tokens times vocabulary.
     """
     result: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperatures, mask, compiled, softcap
+        hidden, weight, bias, targets, temperatures, mask, compiled, softcap, keep
     )
     return result
 
@@ -48,31 +50,34 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor,
-        mask: SamplingMask | None, compiled: bool, softcap: float,
+        mask: SamplingMask | None, compiled: bool, softcap: float, keep: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        logprobs_and_entropy: Any = _compiled(_logprobs_and_entropy) if compiled else _logprobs_and_entropy
-        logit_gradients: Any = _compiled(_logit_gradients) if compiled else _logit_gradients
+        # Triton is imported at first use: hosts without GPUs lack it.
+        functions: Any = importlib.import_module(KERNELS if compiled else __name__)
         frozen = ctx.needs_input_grad[0] and not any(ctx.needs_input_grad[1:3])
         gradient = torch.empty_like(hidden) if frozen else None  # of each log-probability to its hidden state
         exact = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, normaliser, entropy = (torch.empty(len(hidden), dtype=exact, device=hidden.device) for _ in range(3))
+        kept: list[Tensor] = []
         for chunk in _chunks(hidden, weight):
             excluded = mask.excluded(chunk, len(weight)) if mask else None
-            logits, temperature = head_logits(hidden[chunk], weight, bias, softcap), _copy(temperatures[chunk], exact)
+            logits, temperature = head_logits(hidden[chunk], weight, bias, softcap), temperatures[chunk].to(exact)
             slope = _softcap_slope(logits, softcap) if gradient is not None else None  # before `logits` is overwritten
-            inputs = logits, _copy(targets[chunk]), temperature, excluded
+            inputs = logits, targets[chunk], temperature, excluded
             by_logits: Tensor | None = None
             if gradient is not None and not compiled:
                 *results, by_logits = _logprobs_entropy_and_gradients(*inputs)
             else:
-                results = logprobs_and_entropy(*inputs)
+                results = functions.logprobs_and_entropy(*inputs)
                 if gradient is not None:
-                    by_logits = logit_gradients(*inputs, results[1], 1 / temperature)
+                    by_logits = functions.logit_gradients(*inputs, results[1], 1 / temperature)
+            if keep and gradient is None:
+                kept.append(logits)
             logprobs[chunk], normaliser[chunk], entropy[chunk] = results
             if gradient is not None and by_logits is not None:
                 torch.mm(by_logits if slope is None else by_logits.mul_(slope), weight, out=gradient[chunk])
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, normaliser, gradient)
-        ctx.mask, ctx.logit_gradients, ctx.softcap = mask, logit_gradients, softcap
+        ctx.mask, ctx.logit_gradients, ctx.softcap, ctx.kept = mask, functions.logit_gradients, softcap, kept
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -80,7 +85,7 @@ class _HeadLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, targets, temperatures, normaliser, gradient = ctx.saved_tensors
         if gradient is not None:
-            return (gradient * grads[0][:, None]).to(hidden.dtype), *[None] * 7
+            return (gradient * grads[0][:, None]).to(hidden.dtype), *[None] * 8
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight, grad_bias = (
             torch.zeros(tensor.shape, dtype=normaliser.dtype, device=hidden.device) if needed else None
@@ -88,11 +93,11 @@ class _HeadLogprobs(torch.autograd.Function):
         )
         for chunk in _chunks(hidden, weight):
             excluded = ctx.mask.excluded(chunk, len(weight)) if ctx.mask else None
-            logits = head_logits(hidden[chunk], weight, bias, ctx.softcap)
+            logits = ctx.kept.pop(0) if ctx.kept else head_logits(hidden[chunk], weight, bias, ctx.softcap)
             slope = _softcap_slope(logits, ctx.softcap)
-            temperature = _copy(temperatures[chunk], normaliser.dtype)
-            inputs = logits, _copy(targets[chunk]), temperature, excluded
-            logit_gradients = ctx.logit_gradients(*inputs, _copy(normaliser[chunk]), grads[0][chunk] / temperature)
+            temperature = temperatures[chunk].to(normaliser.dtype)
+            inputs = logits, targets[chunk], temperature, excluded
+            logit_gradients = ctx.logit_gradients(*inputs, normaliser[chunk], grads[0][chunk] / temperature)
             if slope is not None:
                 logit_gradients.mul_(slope)
             if grad_hidden is not None:
@@ -102,10 +107,10 @@ class _HeadLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += logit_gradients.sum(0, dtype=grad_bias.dtype)
         sums = (None if grad is None else grad.to(weight.dtype) for grad in (grad_weight, grad_bias))
-        return grad_hidden, *sums, *[None] * 5
+        return grad_hidden, *sums, *[None] * 6
 
 
-def _logprobs_and_entropy(
+def logprobs_and_entropy(
     logits: Tensor, targets: Tensor, temperatures: Tensor, excluded: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of the targets, log of the softmax denominator, and entropy; each `[tokens]`."""
@@ -121,7 +126,7 @@ def _logprobs_and_entropy(
     return logprobs, normaliser, normaliser - expected
 
 
-def _logit_gradients(
+def logit_gradients(
     logits: Tensor, targets: Tensor, temperatures: Tensor, excluded: Tensor | None, normaliser: Tensor, scale: Tensor
 ) -> Tensor:
     """scale (onehot - p): gradient of the targets' log-probabilities with respect to the logits, in their dtype."""
@@ -136,9 +141,9 @@ def _logit_gradients(
 def _logprobs_entropy_and_gradients(
     logits: Tensor, targets: Tensor, temperatures: Tensor, excluded: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_logprobs_and_entropy`, and `_logit_gradients` of the log-probabilities, in half as many passes over the logits.
+    """`logprobs_and_entropy`, and `logit_gradients` of the log-probabilities, in half as many passes over the logits.
 
-    Overwrites `logits`. Not for `torch.compile`, which fuses the operations of the two functions into fewer passes.
+    Overwrites `logits`.
     """
     scaled = logits.to(temperatures.dtype).div_(temperatures[:, None])
     if excluded is not None:
@@ -154,18 +159,6 @@ def _logprobs_entropy_and_gradients(
     gradients = weights.mul_(-1 / (temperatures * total)[:, None])
     gradients.scatter_add_(1, targets[:, None], 1 / temperatures[:, None])
     return logprobs, normaliser, normaliser - expected, gradients.to(logits.dtype)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` compiled at first use: importing the compiler takes a second."""
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
-    return compiled
-
-
-def _copy(chunk: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """For a compiled function: given views, it would be compiled for one chunk, and again for several."""
-    return chunk.to(dtype or chunk.dtype, copy=True)
 
 
 def _add_product(total: Tensor, logit_gradients: Tensor, hidden: Tensor) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slipstream.config.schema import ConfigError
 from slipstream.errors import InvalidInput
-from slipstream.model import attention
+from slipstream.model import attention, experts
 from slipstream.model.context_parallel import ContextParallelGroup, gather_at_positions
 from slipstream.model.images import reads_images
 from slipstream.model.inspection import LogitMap, attention_heads, causal_lm, logit_map, text_decoder
@@ -24,16 +25,22 @@ from slipstream.model.packing import MicroBatch
 PROBE_LOGIT = 100.0  # large enough that every soft cap would change it
 
 ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.attend)
+ALL_EXPERTS_FUNCTIONS.register(experts.NAME, experts.grouped_experts)
 
 
 class PackedPolicy(nn.Module):
     """A causal language model, with or without adapters, whose forward pass returns log-probabilities."""
 
-    def __init__(self, model: Any, compiled: bool = False, context: ContextParallelGroup | None = None) -> None:
-        """Raises `InvalidInput` if the model's logits are not those of `logit_map`, `ConfigError` for `context`."""
+    def __init__(
+        self, model: Any, compiled: bool = False, context: ContextParallelGroup | None = None, keep_logits: bool = False
+    ) -> None:
+        """`keep_logits` holds logits of a forward pass until its backward pass, which then computes no logits.
+
+        Raises `InvalidInput` if the model's logits are not those of `logit_map`, `ConfigError` for `context`.
+        """
         super().__init__()
         self.model = model
-        self._compiled, self.context = compiled, context
+        self._compiled, self.context, self._keep_logits = compiled, context, keep_logits
         whole = causal_lm(model)
         self._logits = logit_map(whole.config)
         _validate_trainable(whole, self._logits)
@@ -46,6 +53,8 @@ class PackedPolicy(nn.Module):
                 whole.get_input_embeddings().register_forward_hook(self._embed_placeholders)
         if context:
             _validate_context(context.size, whole.config, self.packs)
+        if whole.config._experts_implementation == "grouped_mm":  # the default, of dense models, too
+            whole.set_experts_implementation(experts.NAME)
         self.routing = ExpertRouting(whole)
         self.predict = head_logprobs
         self._placeholders: Tensor | None = None  # of the micro-batch in the forward pass
@@ -67,7 +76,8 @@ class PackedPolicy(nn.Module):
         hidden = self._hidden_states(own)
         sampled = (own.targets, own.temperatures / self._logits.scale, own.sampling_mask)
         options = {"compiled": self._compiled, "bias": head.bias, "softcap": self._logits.softcap}
-        logprobs, entropy = self.predict(hidden[own.predicts], head.weight, *sampled, **options)
+        keep = self._keep_logits and torch.is_grad_enabled()
+        logprobs, entropy = self.predict(hidden[own.predicts], head.weight, *sampled, keep=keep, **options)
         if self.context and indices is not None:
             count, group = len(batch.predicts), self.context.group
             logprobs, entropy = (gather_at_positions(found, indices, count, group) for found in (logprobs, entropy))

@@ -19,10 +19,13 @@ QUANTIZED = 1 + FP32 / 64  # bytes of a moment of 8 bits, with its share of a bl
 TURN_S = 0.3  # of a turn of colocated engines and trainer, without copies: sleep, wake-up (colocated_turns_h200x1.json)
 TURN_RESERVE = 5 * GIB  # of the GPU that colocated engines and the trainer's kept state leave
 # Kept activations, relative to the outputs of matrix products; trainer_h200.json
-KEPT = {"selective": 1.0, "full": 0.27}
-RECOMPUTED = {"selective": 1.03, "full": 4 / 3}
+KEPT = {"none": 1.71, "selective": 1.0, "full": 0.27}
+MIXTURE_KEPT = 2.4  # of a mixture with "none", which also keeps a token's row for each of its experts
+# Seconds of forward passes and recomputation, relative to the products of one forward pass; trainer_h200.json
+RECOMPUTED = {"none": 0.88, "selective": 1.03, "full": 4 / 3}
 ADAPTER_ACTIVATIONS = 1.1  # of a layer with adapters; memory_h200x1.json
 EAGER_ACTIVATIONS, EAGER_SECONDS = 1.3, 2.2  # without compiled layers, relative to them; memory_eager_h200x1.json
+FP8_SECONDS = 0.83  # of a step with FP8 products, relative to one without; trainer_h200.json
 EXPOSED = 0.5  # share of the traffic of weights and gradients that computation does not hide
 DEFAULT_MICROBATCH = 16384
 CHANGED_BYTES = 3.0  # of a changed element in a delta: its position and its value, coded
@@ -119,6 +122,7 @@ class TrainerCost:
     offload_optimizer: bool = False
     keep_compute_copy: bool = True
     compiled: bool = True
+    fp8: bool = False
     shard_size: int = 0  # ranks that share one copy of the weights (fsdp); 0 is all of them
 
     @property
@@ -144,6 +148,7 @@ class TrainerCost:
         reached *= rates.experts if self.shape.experts > 1 else 1.0
         compute = operations / (self.ranks * self.cluster.gpu.operations * reached)
         compute *= 1 if self.compiled else EAGER_SECONDS
+        compute *= FP8_SECONDS if self.fp8 else 1
         state = sum(self._state().values())
         update = 2 * state / (self.cluster.gpu.bandwidth * rates.bandwidth)
         pinned = min(PINNED, self.cluster.gpu.link * rates.link)  # slower cards have PCIe 4 as their link
@@ -214,14 +219,17 @@ class TrainerCost:
         return 2 * FP32 * each
 
     def _activations(self) -> float:
-        """Outputs of the matrix products of each layer, of one micro-batch."""
+        """Outputs of the matrix products of each layer, of one micro-batch, and its logits if they are kept."""
         shape = self.shape
         mlp = 2 * shape.active * shape.expert_intermediate if shape.experts > 1 else 2 * shape.intermediate
         width = shape.head_dim * (shape.heads + 2 * shape.kv_heads) + 2 * shape.hidden + mlp
         split = self.ranks if self.parallel == "tensor" else 1
-        kept = KEPT[self.checkpointing] * (ADAPTER_ACTIVATIONS if self.work.lora_rank else 1)
+        everything = self.checkpointing == "none"
+        kept = MIXTURE_KEPT if everything and shape.experts > 1 else KEPT[self.checkpointing]
+        kept *= ADAPTER_ACTIVATIONS if self.work.lora_rank else 1
         kept *= 1 if self.compiled else EAGER_ACTIVATIONS
-        return self.microbatch * shape.layers * width * BF16 * kept / split
+        logits = shape.vocabulary if everything and not self.work.lora_rank else 0
+        return self.microbatch * BF16 * (shape.layers * width * kept + logits) / split
 
 
 @dataclass(frozen=True)

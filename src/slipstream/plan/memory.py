@@ -22,6 +22,9 @@ SAFE = 0.95  # of the memory: estimates err by up to 5%
 HOST_SHARE = 0.5  # of the host's memory for moments: pinned memory is rounded up, and engines take some, too
 PASSES = (("selective", 16384), ("selective", 8192), ("selective", 4096), ("full", 16384), ("full", 8192),
           ("full", 4096))  # fmt: skip
+# For a trainer of all weights that shares its GPUs with no engine: an engine would lack the memory. The memory of
+# adapters' passes without recomputation was not measured.
+LARGE_PASSES = (("none", 32768), ("none", 16384), ("selective", 32768))
 # A step may take this much longer before 8-bit moments, or weights without float32 masters, are taken instead. Casting
 # layer by layer has a cost that the estimate of a step does not have (trainer_h200.json).
 PRICE = {"adamw_8bit": 1.1, "bfloat16": 1.15, "cast": 1.3}
@@ -51,14 +54,15 @@ def cost_of(config: Config, shape: Shape, cluster: Cluster) -> TrainerCost:
     return TrainerCost(
         shape, cluster, Rates(), workload_of(config), trainer.ranks, trainer.parallel, trainer.context_parallel,
         own_copy=config.sync.link != "single_copy", shard_size=trainer.fsdp_shard_size,
-        compiled=trainer.compile, **options,
+        compiled=trainer.compile, fp8=trainer.fp8, **options,
     )  # fmt: skip
 
 
-def candidates(cost: TrainerCost, given: Mapping[str, Any], may_cast: bool) -> list[TrainerCost]:
+def candidates(cost: TrainerCost, given: Mapping[str, Any], may_cast: bool, alone: bool = False) -> list[TrainerCost]:
     """The cost with all combinations of options other than those `given`, least price first.
 
-    `given` has names of fields. `may_cast`: whether `keep_compute_copy = false` is possible.
+    `given` has names of fields. `may_cast`: whether `keep_compute_copy = false` is possible. `alone`: whether the
+    trainer's GPUs have no engine.
     """
     full = not cost.work.lora_rank
     values: dict[str, Sequence[Any]] = {
@@ -71,7 +75,7 @@ def candidates(cost: TrainerCost, given: Mapping[str, Any], may_cast: bool) -> l
     least = math.ceil(cost.work.longest / cost.context_parallel)
     passes = dict.fromkeys(
         (given.get("checkpointing", checkpointing), given.get("microbatch", max(tokens, least)))
-        for checkpointing, tokens in PASSES
+        for checkpointing, tokens in (*(LARGE_PASSES if full and alone else ()), *PASSES)
     )
     found = [
         replace(cost, **dict(zip(values, combination, strict=True)), checkpointing=checkpointing, microbatch=tokens)
@@ -105,6 +109,7 @@ def choose_memory(config: Config, gpus: int, gpu: Gpu | None, host: float = math
         why = "float32" if gpu else "no GPU on this host"
         return _with_chosen(config, {}, f"the options as they are: {why}")
     shape = find_shape(config.model.path, "model.path")
+    alone = not any(_engine_parts(config, shape, gpus, gpu))
     free, cost = free_memory(config, shape, gpus, gpu), cost_of(config, shape, Cluster(gpu, gpus))
     given = {field: getattr(cost, field) for option, field in OPTIONS.items()
              if option in config.trainer.model_fields_set}  # fmt: skip
@@ -112,7 +117,7 @@ def choose_memory(config: Config, gpus: int, gpu: Gpu | None, host: float = math
         given.setdefault("offload_optimizer", False)
     if config.algorithm.kl_coef and config.algorithm.reference == "average":  # bfloat16 is refused
         given.setdefault("master_weights", "float32")
-    best = cheapest(candidates(cost, given, spares_copy(config)), free)
+    best = cheapest(candidates(cost, given, spares_copy(config), alone), free)
     values = {option: getattr(best, field) for option, field in OPTIONS.items() if field not in given}
     taken = {option: value for option, value in values.items() if value != getattr(config.trainer, option)}
     return _with_chosen(config, taken, _describe(cost, best, taken, free))

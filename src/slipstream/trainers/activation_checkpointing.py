@@ -13,8 +13,8 @@ from slipstream.model.inspection import decoder_layers
 from slipstream.trainers.experts import local_experts
 
 # Operations whose outputs are saved, by prefix; attention's operation depends on the torch release.
-SAVED_OPERATIONS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm", "aten._scaled_dot_product",
-            "aten._flash_attention", "torch_attn.")  # fmt: skip
+SAVED_OPERATIONS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm", "aten._grouped_mm",
+            "aten._scaled_dot_product", "aten._flash_attention", "torch_attn.")  # fmt: skip
 LINEAR = "aten.mm", "aten.addmm"  # of those, the products whose last argument is a matrix [inner, outer]
 # A product with this inner dimension or less, and WIDER times as many columns, is computed again, such as those of
 # adapters: that costs less than to hold its output.

@@ -61,6 +61,7 @@ def _remedies(config: Config, computes: bool) -> list[str]:
     whole, wide = not lora.rank, trainer.master_weights == "float32" and not averages
     remedies = {
         f"lower trainer.tokens_per_microbatch = {trainer.tokens_per_microbatch}": computes,
+        'set trainer.activation_checkpointing = "selective"': computes and trainer.activation_checkpointing == "none",
         'set trainer.activation_checkpointing = "full"': computes and trainer.activation_checkpointing != "full",
         'set trainer.optimizer = "adamw_8bit"': whole and trainer.optimizer == "adamw",
         'set trainer.master_weights = "bfloat16"': whole and wide and trains_in_bfloat16(config),

@@ -134,6 +134,7 @@ def _sum_rows(group: Any, module: Any, arguments: Any, output: Tensor) -> Any:
 def _predict(
     group: Any, rank: int, size: int, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor,
     mask: SamplingMask | None, compiled: bool = False, *, bias: Tensor | None = None, softcap: float = 0.0,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`head_logprobs` with a sharded head: gathers the head, and computes this rank's share of the tokens."""
     count = len(hidden)
@@ -144,7 +145,7 @@ def _predict(
     if bias is not None:  # replicated
         bias = _SumGradients.apply(bias, group)  # type: ignore[no-untyped-call]
     sampled = (targets[own], temperatures[own], own_mask)
-    found = head_logprobs(replicated, whole, *sampled, compiled, bias=bias, softcap=softcap)
+    found = head_logprobs(replicated, whole, *sampled, compiled, bias=bias, softcap=softcap, keep=keep)
     positions = torch.arange(count, device=hidden.device)[own]
     logprobs, entropy = (gather_at_positions(values, positions, count, group) for values in found)
     return logprobs, entropy.detach()

@@ -40,6 +40,7 @@ from slipstream.trainers import checkpoint
 from slipstream.trainers.activation_checkpointing import prepare_layers
 from slipstream.trainers.failures import validate_skipped_steps
 from slipstream.trainers.flops import FlopsMeter
+from slipstream.trainers.fp8 import MULTIPLE, use_fp8_products
 from slipstream.trainers.master_weights import cast_parameters, compute_on, keep_float32_gradients, trained_dtype
 from slipstream.trainers.offload import new_offloader
 from slipstream.trainers.optimizer import new_optimizer
@@ -76,16 +77,20 @@ class Trainer:
         master = trained_dtype(self._options, compute)
         compiled = self._options.compile and self.device.type == "cuda" and compute != torch.float32
         self.ranks = TrainerRanks(self._options, self.device)
+        self._multiple = self._options.context_parallel * (MULTIPLE if self._options.fp8 else 1)
         self.model = self._prepare_model(config, model, compute, master)
         self._dropouts = adapter_dropouts(self.model)
         self._images = image_processor(config.model.path)
         self._objective = load_objective(config)
         algorithm = self._algorithm
         self._penalty = partial(kl_to_reference, estimator=algorithm.kl_estimator, weighted=algorithm.kl_weighted)
-        self._policy = PackedPolicy(self.model, compiled, self.ranks.context)
+        keep_logits = self._options.activation_checkpointing == "none"
+        self._policy = PackedPolicy(self.model, compiled, self.ranks.context, keep_logits)
         self._reference = Reference(self._policy, config, self.ranks) if algorithm.kl_coef else None
         self._meter = FlopsMeter(self._policy, self.device)
         self.parameters = self._shard_parameters(compute, master, compiled)
+        if self._options.fp8 and not self._policy.packs:
+            raise ConfigError("trainer.fp8: this model reads sequences one by one, in lengths that FP8 does not take")
         if self._reference:
             self._reference.track(self.parameters)
         self._compute_copies = self._new_compute_copies(compute, master)
@@ -98,7 +103,8 @@ class Trainer:
     def warm_up(self) -> None:
         """Compile the passes of the first step. Parameters and optimizer stay as they are."""
         with self._adapter_dropout():
-            warm_up(self._policy, self.ranks, self.device, self._options.tokens_per_microbatch, self._images)
+            tokens = self._options.tokens_per_microbatch
+            warm_up(self._policy, self.ranks, self.device, tokens, self._multiple, self._images)
         self._optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -109,6 +115,8 @@ class Trainer:
         model = model or load_trained_model(config, torch.device("cpu") if self.ranks.is_fsdp else self.device)
         if not self.ranks.is_fsdp:
             cast_parameters(model, self.device, compute, master)
+        if self._options.fp8:
+            use_fp8_products(model, self.device, compute)
         return model.eval()  # without dropout, as engines sample
 
     def _shard_parameters(
@@ -252,11 +260,9 @@ class Trainer:
         prefix_groups = group_by_prefix(samples, budget, self._policy.packs, self.ranks.data_parallel_size)
         sizes = [prefix_group_length(samples, members) for members in prefix_groups]
         costs = [self._meter.cost(samples, members) for members in prefix_groups]
-        context = self.ranks.context
         packed = partial(
-            pack, samples, device=self.device, version=version, multiple=context.size if context else 1,
-            processor=self._images,
-        )  # fmt: skip
+            pack, samples, device=self.device, version=version, multiple=self._multiple, processor=self._images
+        )
         for items in plan(sizes, budget, self.ranks.data_parallel_size, costs)[self.ranks.data_parallel_rank]:
             if items:
                 yield packed([prefix_groups[i] for i in items])

@@ -19,14 +19,15 @@ GROUP = 4  # samples that share a prompt
 
 
 def warm_up(
-    policy: PackedPolicy, ranks: TrainerRanks, device: torch.device, tokens: int, images: ImageProcessor | None = None
-) -> None:
+    policy: PackedPolicy, ranks: TrainerRanks, device: torch.device, tokens: int, multiple: int = 1,
+    images: ImageProcessor | None = None,
+) -> None:  # fmt: skip
     """Run the passes of a step: with and without a shared prompt, with and without gradients, which are zeros.
 
-    `tokens` is the most that a micro-batch of the run has. The compiler takes the sizes of its first input as typical.
-    Code that was compiled for a few hundred tokens takes 6% longer for a step of a model of 1.7 B parameters.
+    `tokens` is the most that a micro-batch of the run has, and their number is a multiple of `multiple`. The compiler
+    takes the sizes of its first input as typical. Code that was compiled for a few hundred tokens takes 6% longer for
+    a step of a model of 1.7 B parameters.
     """
-    multiple = ranks.context.size if ranks.context else 1
     for group in (GROUP, 1):
         samples = _made_up_samples(policy, min(tokens, MOST_TOKENS), group, images)
         groups = group_by_prefix(samples, sys.maxsize, policy.packs)
