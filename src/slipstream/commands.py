@@ -46,12 +46,21 @@ def train(options: argparse.Namespace, flags: list[str]) -> None:
             options.resume, flags = Path(config.run.dir), as_flags(config)
     from slipstream.controller.prestart import prestarted
 
-    with prestarted(config) if config else nullcontext():
+    known = config or _saved_config(options.resume, flags)
+    with prestarted(known) if known else nullcontext():
         summary = _train(options, flags, config)
     from slipstream.observe.report import report
     from slipstream.observe.run_data import load_run
 
     report(load_run(summary["directory"]))
+
+
+def _saved_config(run: Path, flags: list[str]) -> Config | None:
+    """The configuration of the run to resume, or None if it can't be read: `resume` reports the reason."""
+    try:
+        return load_config(run / "config.toml", flags)
+    except (ConfigError, OSError):
+        return None
 
 
 def _train(options: argparse.Namespace, flags: list[str], config: Config | None) -> dict[str, Any]:

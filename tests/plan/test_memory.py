@@ -86,6 +86,20 @@ def test_an_engine_on_the_same_gpu_leaves_less() -> None:
     assert (shared.activation_checkpointing, shared.tokens_per_microbatch) == ("selective", 8192)
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "generator.device=cuda:0", "trainer.device=cuda:0", "trainer.compile=false", "teacher.path=1.7B",
+        "trainer.parallel=tensor --trainer.ranks=2",
+        "generator.engine=vllm --generator.servers=['http://localhost:8000'] --sync.link=delta",
+        "sync.link=single_copy --generator.engine=vllm", "lora.rank=8",
+    ],
+)  # fmt: skip
+def test_large_passes_are_for_compiled_layers_of_a_trainer_that_has_its_gpus_to_itself(flag: str) -> None:
+    chosen = choose_memory(configured(*f"--{flag}".split(), model="1.7B"), 8, GPUS["h200"]).trainer
+    assert (chosen.activation_checkpointing, chosen.tokens_per_microbatch) == ("selective", 16384)
+
+
 @pytest.mark.parametrize(("dtype", "gpu"), [("float32", GPUS["h100"]), ("bfloat16", None)])
 def test_nothing_is_taken_without_a_gpu_or_in_float32(dtype: str, gpu: None) -> None:
     chosen = choose_memory(configured(f"--model.dtype={dtype}"), 1, gpu).trainer

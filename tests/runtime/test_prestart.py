@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import subprocess
@@ -11,6 +12,7 @@ from shutil import which
 
 import pytest
 
+from slipstream import commands
 from slipstream.config.loading import load_config
 from slipstream.controller.prestart import prestarted
 from slipstream.errors import UserError
@@ -102,6 +104,27 @@ def test_what_a_run_does_not_use_ends_with_it(runtime: str, tiny: Path) -> None:
         waiting = [process.pid for _, _, process in processes._prestarted]
         assert len(waiting) == (min(3, os.cpu_count() or 1) if runtime == "local" else 0)
         raise UserError("refused")
+    assert not any(map(alive, waiting))
+
+
+@pytest.mark.parametrize(("saved", "count"), [("[loop]\nsteps = 2\n", 2), ("[loop]\nsteps = none\n", 0), (None, 0)])
+def test_processes_of_a_resumed_run_start_before_it(
+    saved: str | None, count: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None if its configuration can't be read: `resume` says why."""
+    if saved is not None:
+        section = f'[model]\npath = "{tiny}"\n[environment]\nname = "addition"\n'
+        (tmp_path / "config.toml").write_text(section + saved)
+    waiting = list[int]()
+
+    def resume(*_: object) -> None:
+        waiting.extend(process.pid for _, _, process in processes._prestarted)
+        raise UserError("refused")
+
+    monkeypatch.setattr(commands, "_train", resume)
+    with pytest.raises(UserError, match="refused"):
+        commands.train(argparse.Namespace(config=None, resume=tmp_path, auto_resume=False), ["--generator.replicas=1"])
+    assert len(waiting) == min(count, os.cpu_count() or 1)
     assert not any(map(alive, waiting))
 
 

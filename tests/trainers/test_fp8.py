@@ -93,6 +93,16 @@ def test_numbers_of_tokens_are_those_that_products_take(model_path: Path, monkey
     assert sizes and not any(size % MULTIPLE for size in sizes)
 
 
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [("mlp.gate_proj", True), ("mlp.router.gate", False), ("router.proj", False), ("mlp.gate", False),
+     ("self_attn.q_proj.lora_A.default", False)],
+)  # fmt: skip
+def test_routers_and_adapters_keep_their_products(name: str, fits: bool) -> None:
+    assert fp8._fits(name, nn.Linear(64, 16)) == fits
+    assert not fp8._fits(name, nn.Linear(64, 24))
+
+
 def test_a_model_without_fitting_layers_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path, hidden_size=20, intermediate_size=28, head_dim=6)
     with pytest.raises(ConfigError, match=r"^trainer.fp8: this model has no linear layer whose sizes 16 divides"):

@@ -48,7 +48,7 @@ class TrainerConfig(Section):
     )
     compile: bool = option(True, "Compile the layers on a GPU: faster after the first steps.")
     logprob_tolerance: float = option(
-        0.0, "Largest mean log-probability difference to the engine at start; 0 means 1e-3 (float32) or 0.2.", ge=0
+        0.0, "Largest mean log-probability difference to the engine at start; 0: 1e-3 (float32), else 0.2.", ge=0
     )
     device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".', pattern=DEVICE.pattern)
     threads: int = option(0, "CPU threads of the trainer; 0 divides the cores between processes.", ge=0, le=MAX_WORKERS)

@@ -1,6 +1,6 @@
 """Triton kernels for the softmax of a head's logits: each logit is read once, and gradients overwrite the logits.
 
-The functions are those of `logprobs` of the same name, for GPUs.
+The functions replace those of the same name in `logprobs` on GPUs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192  # logits that a program reads at once
+# Chunks begin anywhere in these arguments: else each alignment would be compiled for itself.
+UNALIGNED = ["targets", "temperatures", "normalisers", "scales"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -24,7 +26,7 @@ def _read(logits, excluded, row, at, size, scale, MASKED: tl.constexpr):  # type
     return values
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED[:2])  # type: ignore[untyped-decorator]
 def _statistics_kernel(  # type: ignore[no-untyped-def]
     logits, targets, temperatures, excluded, logprobs, normalisers, entropies, size, MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -48,7 +50,7 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     tl.store(entropies + row, normaliser - expected / total)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)  # type: ignore[untyped-decorator]
 def _gradients_kernel(  # type: ignore[no-untyped-def]
     logits, targets, temperatures, excluded, normalisers, scales, size, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -20,12 +20,11 @@ TURN_S = 0.3  # of a turn of colocated engines and trainer, without copies: slee
 TURN_RESERVE = 5 * GIB  # of the GPU that colocated engines and the trainer's kept state leave
 # Kept activations, relative to the outputs of matrix products; trainer_h200.json
 KEPT = {"none": 1.71, "selective": 1.0, "full": 0.27}
-MIXTURE_KEPT = 2.4  # of a mixture with "none", which also keeps a token's row for each of its experts
 # Seconds of forward passes and recomputation, relative to the products of one forward pass; trainer_h200.json
 RECOMPUTED = {"none": 0.88, "selective": 1.03, "full": 4 / 3}
 ADAPTER_ACTIVATIONS = 1.1  # of a layer with adapters; memory_h200x1.json
 EAGER_ACTIVATIONS, EAGER_SECONDS = 1.3, 2.2  # without compiled layers, relative to them; memory_eager_h200x1.json
-FP8_SECONDS = 0.83  # of a step with FP8 products, relative to one without; trainer_h200.json
+FP8_SECONDS = 0.83  # of a dense model's step on all weights, relative to one without FP8 products; trainer_h200.json
 EXPOSED = 0.5  # share of the traffic of weights and gradients that computation does not hide
 DEFAULT_MICROBATCH = 16384
 CHANGED_BYTES = 3.0  # of a changed element in a delta: its position and its value, coded
@@ -148,7 +147,7 @@ class TrainerCost:
         reached *= rates.experts if self.shape.experts > 1 else 1.0
         compute = operations / (self.ranks * self.cluster.gpu.operations * reached)
         compute *= 1 if self.compiled else EAGER_SECONDS
-        compute *= FP8_SECONDS if self.fp8 else 1
+        compute *= FP8_SECONDS if self.fp8 and self.shape.experts <= 1 and not self.work.lora_rank else 1
         state = sum(self._state().values())
         update = 2 * state / (self.cluster.gpu.bandwidth * rates.bandwidth)
         pinned = min(PINNED, self.cluster.gpu.link * rates.link)  # slower cards have PCIe 4 as their link
@@ -221,15 +220,19 @@ class TrainerCost:
     def _activations(self) -> float:
         """Outputs of the matrix products of each layer, of one micro-batch, and its logits if they are kept."""
         shape = self.shape
-        mlp = 2 * shape.active * shape.expert_intermediate if shape.experts > 1 else 2 * shape.intermediate
-        width = shape.head_dim * (shape.heads + 2 * shape.kv_heads) + 2 * shape.hidden + mlp
-        split = self.ranks if self.parallel == "tensor" else 1
-        everything = self.checkpointing == "none"
-        kept = MIXTURE_KEPT if everything and shape.experts > 1 else KEPT[self.checkpointing]
+        everything, mixture = self.checkpointing == "none", shape.experts > 1
+        attention = shape.head_dim * (shape.heads + 2 * shape.kv_heads) + 2 * shape.hidden
+        mlp = 2 * shape.active * shape.expert_intermediate if mixture else 2 * shape.intermediate
+        kept = KEPT[self.checkpointing] * (attention + mlp)
+        if everything and mixture:  # also a token's rows for its experts, and their outputs
+            experts = shape.active * (2 * shape.hidden + 3 * shape.expert_intermediate)
+            kept = KEPT[self.checkpointing] * attention + experts
         kept *= ADAPTER_ACTIVATIONS if self.work.lora_rank else 1
         kept *= 1 if self.compiled else EAGER_ACTIVATIONS
+        split = self.ranks if self.parallel == "tensor" else 1
         logits = shape.vocabulary if everything and not self.work.lora_rank else 0
-        return self.microbatch * BF16 * (shape.layers * width * kept + logits) / split
+        quantized = shape.parameters if everything and self.fp8 else 0  # FP8 weights of all layers, on each rank
+        return self.microbatch * BF16 * (shape.layers * kept + logits) / split + quantized
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ SAFE = 0.95  # of the memory: estimates err by up to 5%
 HOST_SHARE = 0.5  # of the host's memory for moments: pinned memory is rounded up, and engines take some, too
 PASSES = (("selective", 16384), ("selective", 8192), ("selective", 4096), ("full", 16384), ("full", 8192),
           ("full", 4096))  # fmt: skip
-# For a trainer of all weights that shares its GPUs with no engine: an engine would lack the memory. The memory of
-# adapters' passes without recomputation was not measured.
+# For a trainer of all weights in compiled layers that has its GPUs to itself: an engine would lack the memory. Others
+# were not measured.
 LARGE_PASSES = (("none", 32768), ("none", 16384), ("selective", 32768))
 # A step may take this much longer before 8-bit moments, or weights without float32 masters, are taken instead. Casting
 # layer by layer has a cost that the estimate of a step does not have (trainer_h200.json).
@@ -54,7 +54,7 @@ def cost_of(config: Config, shape: Shape, cluster: Cluster) -> TrainerCost:
     return TrainerCost(
         shape, cluster, Rates(), workload_of(config), trainer.ranks, trainer.parallel, trainer.context_parallel,
         own_copy=config.sync.link != "single_copy", shard_size=trainer.fsdp_shard_size,
-        compiled=trainer.compile, fp8=trainer.fp8, **options,
+        compiled=trainer.compile and trainer.parallel != "tensor", fp8=trainer.fp8, **options,
     )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def candidates(cost: TrainerCost, given: Mapping[str, Any], may_cast: bool, alon
     """The cost with all combinations of options other than those `given`, least price first.
 
     `given` has names of fields. `may_cast`: whether `keep_compute_copy = false` is possible. `alone`: whether the
-    trainer's GPUs have no engine.
+    trainer has its GPUs to itself.
     """
     full = not cost.work.lora_rank
     values: dict[str, Sequence[Any]] = {
@@ -75,7 +75,7 @@ def candidates(cost: TrainerCost, given: Mapping[str, Any], may_cast: bool, alon
     least = math.ceil(cost.work.longest / cost.context_parallel)
     passes = dict.fromkeys(
         (given.get("checkpointing", checkpointing), given.get("microbatch", max(tokens, least)))
-        for checkpointing, tokens in (*(LARGE_PASSES if full and alone else ()), *PASSES)
+        for checkpointing, tokens in (*(LARGE_PASSES if full and alone and cost.compiled else ()), *PASSES)
     )
     found = [
         replace(cost, **dict(zip(values, combination, strict=True)), checkpointing=checkpointing, microbatch=tokens)
@@ -109,7 +109,7 @@ def choose_memory(config: Config, gpus: int, gpu: Gpu | None, host: float = math
         why = "float32" if gpu else "no GPU on this host"
         return _with_chosen(config, {}, f"the options as they are: {why}")
     shape = find_shape(config.model.path, "model.path")
-    alone = not any(_engine_parts(config, shape, gpus, gpu))
+    alone = not (_may_share_gpus(config) or any(_engine_parts(config, shape, gpus, gpu)))
     free, cost = free_memory(config, shape, gpus, gpu), cost_of(config, shape, Cluster(gpu, gpus))
     given = {field: getattr(cost, field) for option, field in OPTIONS.items()
              if option in config.trainer.model_fields_set}  # fmt: skip
@@ -164,6 +164,13 @@ def single_copy_engine(shape: Shape, work: Workload, tp: int) -> float:
     """Bytes on each GPU of an engine that shares its weights: overhead, weights, keys and values of 8 sequences."""
     kept = 8 * work.longest * shape.kv_bytes / min(tp, shape.kv_heads)
     return ENGINE_OVERHEAD + shape.weight_bytes / tp + kept
+
+
+def _may_share_gpus(config: Config) -> bool:
+    """Whether another process of the run, or a server of the user, may use a GPU of the trainer."""
+    named = (config.generator.device, config.trainer.device) != ("auto", "auto")
+    others = config.generator.servers, config.teacher.path, config.teacher.lag, config.scoring.kind == "model"
+    return named or any(others)
 
 
 def _engine_parts(config: Config, shape: Shape, gpus: int, gpu: Gpu) -> Iterator[float]:

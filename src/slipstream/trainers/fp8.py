@@ -17,10 +17,11 @@ from torch.nn import functional
 from slipstream.config.schema import ConfigError
 from slipstream.model.inspection import decoder_layers
 
-MULTIPLE = 16  # of the sizes of a product, tokens included
+MULTIPLE = 16  # divides the sizes of each product: numbers of tokens, inputs and outputs
 LEAST_CAPABILITY = (8, 9)  # of a GPU: Ada and newer
+ROUTERS = {"router", "gate"}  # names of modules that choose experts, or hold what does
 WEIGHT_DTYPE, GRADIENT_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
-LEAST_MAXIMUM = 1e-12  # of a tensor, for its scale
+LEAST_MAXIMUM = 1e-12  # the scale of a tensor of smaller elements is that of this one
 
 
 class Fp8Linear(nn.Linear):
@@ -51,29 +52,31 @@ def use_fp8_products(model: nn.Module, device: torch.device, compute: torch.dtyp
 
 
 def _fits(name: str, module: nn.Module) -> bool:
-    return type(module) is nn.Linear and "lora_" not in name and not any(n % MULTIPLE for n in module.weight.shape)
+    other = "lora_" in name or ROUTERS & set(name.split("."))
+    return type(module) is nn.Linear and not other and not any(n % MULTIPLE for n in module.weight.shape)
 
 
 class _Fp8Product(torch.autograd.Function):
-    """rows weight^T. What the backward pass needs is kept in FP8, transposed."""
+    """rows weight^T. What the backward pass needs is kept in FP8, transposed: also weights that FSDP gathered."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
         by_rows, by_columns, scale = quantize(rows, WEIGHT_DTYPE)
         weight_rows, weight_columns, weight_scale = quantize(weight, WEIGHT_DTYPE)
-        ctx.save_for_backward(by_columns, scale, weight_columns, weight_scale)
+        ctx.save_for_backward(weight_columns, weight_scale, *((by_columns, scale) if ctx.needs_input_grad[1] else ()))
         return _product(by_rows, weight_rows, scale, weight_scale, rows.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        columns, scale, weight_columns, weight_scale = ctx.saved_tensors
-        grad_rows, grad_columns, grad_scale = quantize(grads[0].contiguous(), GRADIENT_DTYPE)
-        of_rows = of_weight = None
+        weight_columns, weight_scale, *of_rows = ctx.saved_tensors
+        out_rows, out_columns, out_scale = quantize(grads[0], GRADIENT_DTYPE)
+        grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
-            of_rows = _product(grad_rows, weight_columns, grad_scale, weight_scale, grads[0].dtype)
+            grad_rows = _product(out_rows, weight_columns, out_scale, weight_scale, grads[0].dtype)
         if ctx.needs_input_grad[1]:
-            of_weight = _product(grad_columns, columns, grad_scale, scale, grads[0].dtype)
-        return of_rows, of_weight
+            columns, scale = of_rows
+            grad_weight = _product(out_columns, columns, out_scale, scale, grads[0].dtype)
+        return grad_rows, grad_weight
 
 
 def _product(
@@ -87,7 +90,7 @@ def _product(
 
 @torch.library.custom_op("slipstream::quantize", mutates_args=())
 def quantize(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """A contiguous matrix in FP8, the same transposed, and the scale by which to multiply both.
+    """A matrix in FP8, the same transposed, and the scale by which to multiply both.
 
     One operation for the compiler, which would fuse casts with slow reductions.
     """
@@ -96,7 +99,7 @@ def quantize(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     if matrix.is_cuda:
         from slipstream.trainers.fp8_kernels import cast_both
 
-        return *cast_both(matrix, 1 / scale, dtype), scale
+        return *cast_both(matrix.contiguous(), 1 / scale, dtype), scale
     limit = torch.finfo(dtype).max
     rows = (matrix.float() / scale).clamp(-limit, limit).to(dtype)
     return rows, rows.T.contiguous(), scale

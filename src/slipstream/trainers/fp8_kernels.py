@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS, WARPS = 128, 128, 8  # of a program
+ROWS, COLUMNS, WARPS = 128, 128, 8  # the tile and the warps of a program
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -26,8 +26,8 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 def cast_both(matrix: Tensor, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A contiguous matrix times `factor` in an FP8 `dtype`, and its transpose."""
     rows, columns = matrix.shape
-    found = matrix.new_empty(rows, columns, dtype=dtype), matrix.new_empty(columns, rows, dtype=dtype)
+    outputs = matrix.new_empty(rows, columns, dtype=dtype), matrix.new_empty(columns, rows, dtype=dtype)
     grid = triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS)
     tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
-    _cast_kernel[grid](matrix, factor, *found, rows, columns, LIMIT=torch.finfo(dtype).max, **tile)
-    return found
+    _cast_kernel[grid](matrix, factor, *outputs, rows, columns, LIMIT=torch.finfo(dtype).max, **tile)
+    return outputs

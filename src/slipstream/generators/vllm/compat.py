@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 CORE_CHECK_INTERVAL_S = 0.5
+FORK_LIMIT_S = 300.0  # for a process of the fork server, which imports vLLM first
+CUDA_BROKEN = 3  # exit code of a process that can't use CUDA
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -88,15 +90,19 @@ def _core_context(spawning: Callable[[], Any]) -> Any:
     """
     probe = _CoreContext().Process(target=_exit_unless_cuda_works)
     probe.start()
-    probe.join()
-    if not probe.exitcode:
+    probe.join(FORK_LIMIT_S)
+    if probe.exitcode == 0:
         return _CoreContext()
-    print("an import of vLLM initializes CUDA, so vLLM's core can't be forked and starts later", file=sys.stderr)
+    probe.kill()
+    why = (
+        "an import of vLLM initializes CUDA" if probe.exitcode == CUDA_BROKEN else "a process forked for a test failed"
+    )
+    print(f"{why}, so vLLM's core can't be forked and starts later", file=sys.stderr)
     return spawning()
 
 
 def _exit_unless_cuda_works() -> None:
-    sys.exit(int(torch.cuda._is_in_bad_fork()))
+    sys.exit(CUDA_BROKEN if torch.cuda._is_in_bad_fork() else 0)
 
 
 def core_has_own_process(llm: Any) -> bool:
