@@ -13,6 +13,7 @@ import importlib
 import os
 import pickle
 import random
+import select
 import signal
 import socket
 import sys
@@ -46,7 +47,20 @@ class ForkServer:
         """Returns in forked processes only: what they are to run."""
         signal.signal(signal.SIGCHLD, self._reap)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # A signal that arrives just before a call that blocks would be handled after the call: this wakes it up.
+        self._wakeup, self._writer = socket.socketpair()
+        for end in (self._wakeup, self._writer):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        events = select.poll()
+        for waited in (self._connection, self._wakeup):
+            events.register(waited, select.POLLIN)
         while True:
+            ready = {file for file, _ in events.poll()}
+            with contextlib.suppress(BlockingIOError):
+                self._wakeup.recv(4096)
+            if self._connection.fileno() not in ready:
+                continue
             data, files, _, _ = socket.recv_fds(self._connection, MESSAGE_BYTES, 8)
             if not data:
                 os._exit(0)
@@ -62,7 +76,8 @@ class ForkServer:
                 os.close(file)
         else:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for one in (self._connection, status, *self._children.values()):
+            signal.set_wakeup_fd(-1)
+            for one in (self._connection, self._wakeup, self._writer, status, *self._children.values()):
                 one.close()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         if not pid:

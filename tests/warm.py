@@ -77,7 +77,10 @@ class Forked:
     def poll(self) -> int | None:
         with self._lock:
             if self._code is None and self._ended.poll(0):
-                told = self._status.recv(64)
+                try:
+                    told = self._status.recv(64)
+                except OSError:  # closed with a command that nobody has waited for
+                    told = b""
                 self._code = int(told) if told else -signal.SIGKILL  # its server was killed
                 self._status.close()
             return self._code

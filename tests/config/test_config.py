@@ -400,12 +400,7 @@ VLLM = ["--generator.engine=vllm", "--teacher.path=t", "--teacher.engine=vllm"]
             'served with model.dtype = "float32", which vLLM does not quantize; set model.dtype = "bfloat16"',
             ["--model.dtype=bfloat16"],
         ),
-        (
-            [FP8, "--sync.placement=colocated", "--sync.in_flight=recompute"],
-            'served with sync.placement = "colocated", where engines receive',
-            ["--sync.placement=disaggregated"],
-        ),
-        ([FP8, "--sync.link=delta"], 'served by sync.link = "delta", which writes', ["--sync.link=nccl"]),
+        ([FP8, "--sync.link=single_copy"], 'by sync.link = "single_copy", which writes', ["--sync.link=delta"]),
         (
             ['--generator.engine_args.quantization_config={"linear": "fp8_per_block"}', FP8],
             "and at most quantization_config.ignore; use that",

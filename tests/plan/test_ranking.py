@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -116,6 +117,17 @@ def test_colocated_trainers_have_a_rank_on_each_gpu() -> None:
     found = [split for split in splits(problem("8B", gpus=4), (1,)) if split.placement == "colocated"]
     assert {split.ranks for split in found} == {4} and {split.parallel for split in found} == {"fsdp", "ddp", "tensor"}
     assert {(split.engines, split.tp) for split in found} == {(4, 1), (2, 2), (1, 4)}
+
+
+def test_engines_with_fp8_weights_hold_and_read_half_of_the_layers() -> None:
+    plain = problem("8B", gpus=2)
+    split = Split("disaggregated", 1, "fsdp", 1, 1, 1, 1)
+    whole, fp8 = (evaluate(replace(plain, fp8_engines=on), split) for on in (False, True))
+    layers = plain.shape.parameters - 2 * plain.shape.embedding
+    saved = whole.memory["engine"]["weights"] - fp8.memory["engine"]["weights"]
+    assert saved == pytest.approx(layers, rel=0.01)
+    assert plain.shape.decode_bytes(9) - replace(plain, fp8_engines=True).served.decode_bytes(9) == pytest.approx(saved)
+    assert fp8.engine.fixed(8) < whole.engine.fixed(8) and fp8.trainer.memory() == whole.trainer.memory()
 
 
 def test_a_turn_is_shorter_where_the_trainers_state_stays() -> None:

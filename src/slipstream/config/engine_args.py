@@ -54,7 +54,7 @@ UNSUPPORTED: dict[str, tuple[Any, str, str]] = {  # vLLM's argument: the default
     ),
 }
 QUANTIZATION = "fp8_per_channel"  # vLLM's quantization of each row independently
-UNQUANTIZED_LINKS = ("delta", "single_copy", "nccl_direct", "handover")  # write the trainer's own values in place
+UNQUANTIZED_LINKS = ("single_copy", "nccl_direct")  # write the trainer's own values in place
 TEACHER_SETS = {"model": "teacher.path", "gpu_memory_utilization": "teacher.gpu_memory_utilization"}
 TEACHER_UNSUPPORTED: dict[str, tuple[Any, str, str]] = {
     "data_parallel_size": (1, "a teacher is one replica", "leave it out"),
@@ -129,16 +129,16 @@ def _unsupported_quantization(config: Config, name: str, value: Any) -> Iterator
         return
     elif config.model.dtype == "float32":
         yield f'{setting} with model.dtype = "float32", which vLLM does not quantize; set model.dtype = "bfloat16"'
-    elif config.sync.placement == "colocated":
-        yield (
-            f'{setting} with sync.placement = "colocated", where engines receive the trainer\'s own values; '
-            'use "disaggregated"'
-        )
     elif config.sync.link in UNQUANTIZED_LINKS:
         yield (
             f'{setting} by sync.link = "{config.sync.link}", which writes the trainer\'s own values; '
-            'use "nccl", "shared" or "checkpoint"'
+            'use "nccl", "shared", "delta" or "checkpoint"'
         )
+
+
+def serves_fp8(config: Config) -> bool:
+    """Whether vLLM serves the matrices of layers in FP8."""
+    return str(config.generator.engine_args.get("quantization")).startswith("fp8")
 
 
 def _is_exact(config: Config) -> bool:

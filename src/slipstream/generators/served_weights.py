@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from slipstream.sync.link import (
     ParameterShard,
     PublishHandle,
     call_link,
+    copy_all,
     find_link,
     validate_same_shapes,
 )
@@ -87,7 +89,8 @@ class ServedWeights:
 
     `rebind` allows to swap memory instead of copying. `staged` copies versions from the host to the GPU while the
     engine runs; without it (the engine sleeps, and has no memory to spare) they are copied at the swap. With
-    `stage_only` the shards are those of a pipeline stage, and other stages hold the other parameters. Raises
+    `stage_only` the shards are those of a pipeline stage, and other stages hold the other parameters. If the link
+    updates tensors and the engine serves quantized ones, this object holds a copy of the trainer's values. Raises
     `InvalidInput` if parameter names or shapes differ from the trainer's.
     """
 
@@ -101,7 +104,12 @@ class ServedWeights:
         wanted = connection_info["shapes"]
         validate_same_shapes(shapes, {name: wanted[name] for name in shapes} if stage_only else wanted)
         self._receiver = call_link(link, find_link(link)[1], connection_info, wanted, rank, self._device)
-        self._receiver.attach(shards)
+        self._quantized = any(shard.needs_received for shard in shards.values())
+        self._copies: dict[str, ParameterShard] = {}
+        if self._quantized and self._receiver.updates:
+            dtype = getattr(torch, connection_info["dtype"])
+            self._copies = {name: _empty_copy(shard, dtype) for name, shard in shards.items()}
+        self._receiver.attach(self._copies or shards)
         self._stream = side_stream(self._device)
         self._rebind = rebind and self._receiver.rebindable
         self._next: Future[list[tuple[Tensor, Tensor]] | Update] | None = None
@@ -121,7 +129,9 @@ class ServedWeights:
         if self._receiver.writes_served:
             return []
         if isinstance(weights, Update):
-            return weights
+            if not self._copies:
+                return weights
+            weights = self._apply_to_copies(weights)
         pairs: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad(), torch.cuda.stream(self._stream):
             for name, shard in self._shards.items():
@@ -129,9 +139,18 @@ class ServedWeights:
                 pairs += shard.encode(new.to(self._device) if self._staged else new)
         if self._stream:
             self._stream.synchronize()
-        if any(shard.needs_received for shard in self._shards.values()):
+        if self._quantized:
             self._received = weights
         return pairs
+
+    @torch.no_grad()
+    def _apply_to_copies(self, update: Update) -> Mapping[str, Any]:
+        """Apply an update to the copies of the trainer's values. Returns them."""
+        with torch.cuda.stream(self._stream):
+            update.apply()
+            update.confirm()
+        self._receiver.swapped()
+        return {name: _Part(shard.tensor) for name, shard in self._copies.items()}
 
     def prepared(self) -> bool:
         """Whether the whole version is staged. Raises the error of a failed transfer."""
@@ -169,14 +188,13 @@ class ServedWeights:
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy new tensors into the served ones, or rebind these where possible."""
-        copies: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        copies = list[tuple[Tensor, Tensor]]()
         for target, new in pairs:
             if self._rebind and new.dtype == target.dtype and new.device == target.device:
                 target.data = new
             else:
-                copies.setdefault(target.dtype, []).append((target, new))
-        for same in copies.values():  # one launch for tensors of one dtype
-            torch._foreach_copy_([target for target, _ in same], [new for _, new in same])
+                copies.append((target, new))
+        copy_all(copies)
 
     def applied(self) -> bool:
         """Whether the device has finished the last swap. Raises `RolledBack` if it failed."""
@@ -208,11 +226,30 @@ class ServedWeights:
             return {n: self._compute_checksum(n, self._shards[n]) for n in names if n in self._shards}
 
     def _compute_checksum(self, name: str, shard: ParameterShard) -> int:
-        return shard.checksum(lambda: self._received[name][shard.index].to(self._device)) if shard.counted else 0
+        if not shard.counted:
+            return 0
+        if deferred := self._receiver.deferred_checksums.get(name):
+            return deferred()
+        return shard.checksum(lambda: self._received[name][shard.index].to(self._device))
 
     def close(self) -> None:
         self._background.close()
         self._receiver.close()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A rank's part of a parameter in the place of the parameter: each index returns it."""
+
+    tensor: Tensor
+
+    def __getitem__(self, _: object) -> Tensor:
+        return self.tensor
+
+
+def _empty_copy(shard: ParameterShard, dtype: torch.dtype) -> ParameterShard:
+    values = torch.empty(shard.tensor.shape, dtype=dtype, device=shard.tensor.device)
+    return ParameterShard(values, shard.shape, shard.index, shard.counted)
 
 
 def side_stream(device: torch.device) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from slipstream.config.engine_args import serves_fp8
 from slipstream.config.loading import with_options
 from slipstream.config.schema import AUTO, Config
 from slipstream.plan.hardware import GPUS, Cluster, Gpu, Rates
@@ -55,7 +56,13 @@ class Candidates:
     def __init__(self, config: Config, cluster: Cluster) -> None:
         shape = replace(find_shape(config.model.path, "model.path"), context=10**9)
         self._problem = Problem(
-            shape, cluster, workload_of(config), Rates(), slots=config.generator.max_num_seqs, trainer=config.trainer
+            shape,
+            cluster,
+            workload_of(config),
+            Rates(),
+            slots=config.generator.max_num_seqs,
+            trainer=config.trainer,
+            fp8_engines=serves_fp8(config),
         )
         self._config = config
 

@@ -32,6 +32,7 @@ class Shape:
     active: int = 1
     expert_intermediate: int = 0
     context: int = 32768
+    matrix_bytes: int = BF16  # of a weight in the layers' matrices, as it is served
 
     @property
     def attention_parameters(self) -> int:
@@ -60,7 +61,8 @@ class Shape:
 
     @property
     def weight_bytes(self) -> int:
-        return BF16 * self.parameters
+        matrices = self.layers * (self.attention_parameters + self.experts * self.expert_parameters)
+        return BF16 * self.parameters - (BF16 - self.matrix_bytes) * matrices
 
     @property
     def kv_bytes(self) -> int:
@@ -70,8 +72,8 @@ class Shape:
     def decode_bytes(self, sequences: float) -> float:
         """Bytes of the weights that a decode step of `sequences` reads: of experts, the expected number."""
         touched: float = self.experts * (1 - (1 - self.active / self.experts) ** max(sequences, 1))
-        unread = (self.experts - touched) * self.expert_parameters * self.layers
-        return BF16 * (self.parameters - unread - (0 if self.tied else self.embedding))
+        unread = self.matrix_bytes * (self.experts - touched) * self.expert_parameters * self.layers
+        return self.weight_bytes - unread - (0 if self.tied else BF16 * self.embedding)
 
     def forward_operations(self, tokens: float, context: float, predicted: float | None = None) -> float:
         """2 a matrix weight and token, 4 a head element and attended key (PaLM, arXiv:2204.02311, appendix B)."""

@@ -40,6 +40,12 @@ class Problem:
     seed: int = 0
     slots: int = 0  # 0: chosen
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    fp8_engines: bool = False  # serve the matrices of layers in FP8
+
+    @property
+    def served(self) -> Shape:
+        """The model as engines serve it."""
+        return replace(self.shape, matrix_bytes=1) if self.fp8_engines else self.shape
 
 
 @dataclass(frozen=True)
@@ -170,7 +176,7 @@ def tensor_parallel_sizes(shape: Shape) -> list[int]:
 
 def evaluate(problem: Problem, split: Split) -> Plan:
     """The figures of a split by formula."""
-    engine = EngineCost(problem.shape, problem.cluster, problem.rates, split.tp)
+    engine = EngineCost(problem.served, problem.cluster, problem.rates, split.tp)
     trainer = choose_microbatch(problem, split)
     publish = publish_cost(
         problem.shape, problem.cluster, problem.rates, problem.work, split.placement, split.tp, split.gpus
@@ -211,7 +217,7 @@ def place_memory(plan: Plan) -> None:
     total, longest = problem.cluster.gpu.memory, problem.work.longest
     key_bytes = problem.shape.kv_bytes / min(split.tp, problem.shape.kv_heads)
     trainer = plan.trainer.memory()
-    weights = problem.shape.weight_bytes / split.tp
+    weights = problem.served.weight_bytes / split.tp
     reserved = plan.publish.staging + (sum(trainer.values()) if split.placement == "single_copy" else 0)
     share = total - HEADROOM - reserved if reserved else DEFAULT_MEMORY * total
     usable = max(0.0, min(DEFAULT_MEMORY * total, share) - weights - ENGINE_OVERHEAD)

@@ -257,7 +257,7 @@ class DeltaSender(Sender):
 class DeltaReceiver(Receiver):
     """The engine's end. It tracks the state that the engine serves, and passes received frames on."""
 
-    rebindable = False
+    updates = True
 
     def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None:
         self._server: tuple[str, int] = tuple(connection_info["address"])

@@ -15,7 +15,7 @@ import shutil
 import socket
 import struct
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -33,6 +33,7 @@ from slipstream.sync.link import (
     Receiver,
     Sender,
     Shapes,
+    copy_all,
     shapes_of,
 )
 from slipstream.sync.sharded_weights import gather_into
@@ -165,6 +166,7 @@ class HandoverReceiver(Receiver):
         part = _own_part(connection_info["parts"], rank, device)
         self._layout = Layout(connection_info["shapes"], getattr(torch, connection_info["dtype"]))
         self._memory: Tensor | None = None
+        self.deferred_checksums: dict[str, Callable[[], int]] = {}
         self._trainer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._trainer.settimeout(TIMEOUT_S)
         self._trainer.connect(part["socket"])
@@ -191,9 +193,15 @@ class HandoverReceiver(Receiver):
             )
         with torch.no_grad(), torch.cuda.stream(self._stream):
             views = self._layout.views(memory[number % 2], start, names)
-            shards = [self._shards[name] for name in names]
-            new = [views[name][shard.index] for name, shard in zip(names, shards, strict=True)]
-            torch._foreach_copy_([shard.tensor for shard in shards], new)
+            pairs = list[tuple[Tensor, Tensor]]()
+            for name in names:
+                shard = self._shards[name]
+                values = views[name][shard.index]
+                pairs += (encoded := shard.encode(values))
+                if shard.needs_received and shard.counted:
+                    new = [tensor for _, tensor in encoded]
+                    self.deferred_checksums[name] = shard.deferred_checksum(values.to(self._device), new)
+            copy_all(pairs)
         if self._stream:
             self._stream.synchronize()
         self._trainer.sendall(step)

@@ -117,6 +117,10 @@ class Receiver(Protocol):
     """The engine may bind its parameters to the tensors of `prepare`, which stay valid until the next `release`."""
     writes_served: bool = False
     """`prepare` writes the version into the attached tensors: the engine sleeps during a publish."""
+    updates: bool = False
+    """`prepare` returns an `Update` of the attached tensors, which have the dtype `connection_info["dtype"]`."""
+    deferred_checksums: Mapping[str, Callable[[], int]] = {}
+    """If `writes_served`: the last `deferred_checksum` of each shard that needs received values."""
 
     def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None: ...
 
@@ -170,6 +174,20 @@ class ParameterShard:
     def checksum(self, received: Callable[[], Tensor]) -> int:
         """The checksum of what the engine serves, as the trainer computes it. `received` returns the part's values."""
         return checksum(self.tensor, self.index)
+
+    def deferred_checksum(self, values: Tensor, new: Sequence[Tensor]) -> Callable[[], int]:
+        """`checksum` for these received values, and the tensors that `encode` made of them, to be called when both are
+        gone."""
+        return lambda: checksum(self.tensor, self.index)
+
+
+def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first, with one launch for all tensors of one dtype."""
+    by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for target, new in pairs:
+        by_dtype.setdefault(target.dtype, []).append((target, new))
+    for same in by_dtype.values():
+        torch._foreach_copy_([target for target, _ in same], [new for _, new in same])
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from slipstream.config.engine_args import serves_fp8
 from slipstream.config.loading import load_config
 from slipstream.config.schema import AUTO, Config, ConfigError, TrainerConfig
 from slipstream.observe.advice import SHAPE, advise, describe_figures, fit_run, run_config
@@ -148,7 +149,8 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
     if found and not options.prompt:
         work = replace(work, prompt=found.prompt)
     trainer = config.trainer if config else TrainerConfig()
-    return Problem(shape, cluster, work, rates, seed=options.seed, trainer=trainer)
+    fp8 = config is not None and serves_fp8(config)
+    return Problem(shape, cluster, work, rates, seed=options.seed, trainer=trainer, fp8_engines=fp8)
 
 
 @cache

@@ -97,15 +97,24 @@ class Published:
         trained = {name: nn.Parameter(value.cpu()) for name, value in values(1).items()}
         self.sender = find_link(link)[0](trained, config, folder, 1)
         info = self.sender.connection_info()
+        info |= {"parts": [info]} if link == "handover" else {}
         self.shards = map_parameters(Served(self.tensors), info["shapes"], 0, 1)
         self.weights = ServedWeights(link, info, self.shards, 1, rebind=False)
-        handle = self.sender.stage(0)
+        self.trained, self.version = trained, 0
+        self.publish()
+
+    def publish(self, applied: bool = True) -> dict[str, Any]:
+        """Publish what is trained; without `applied` the engine does not swap. Returns what the sender adds."""
+        handle = self.sender.stage(self.version)
+        self.version += 1
         self.weights.prepare(handle)
-        self.sender.send(handle)
+        more = self.sender.send(handle) or {}
         while not self.weights.prepared():
             time.sleep(0.001)
-        self.weights.apply()
+        if applied:
+            self.weights.apply()
         self.sender.release(handle)
+        return more
 
     def checksums(self) -> dict[str, int]:
         self.weights.start_checksums([*SHAPES])
@@ -118,12 +127,30 @@ class Published:
         self.sender.close()
 
 
-@pytest.mark.parametrize("link", ["shared", "checkpoint", "nccl"])
+@pytest.mark.parametrize("link", ["shared", "checkpoint", "nccl", "handover", "delta"])
 def test_a_publish_makes_the_tensors_that_vllm_makes_of_files(link: str, tmp_path: Path) -> None:
     published = Published(link, tmp_path)
     assert same(published.tensors, loaded(values(1))) and not same(published.tensors, loaded(values(0)))
     assert {name: tensor.data_ptr() for name, tensor in published.tensors.items()} == published.memory
     assert published.checksums() == {name: checksum(value) for name, value in values(1).items()}
+    published.close()
+
+
+def test_changes_are_applied_to_a_copy_of_the_trainers_values(tmp_path: Path) -> None:
+    """Also after a version that the engine received and did not serve."""
+    published = Published("delta", tmp_path)
+    for step, applied in enumerate((True, False, True, True)):
+        for value in published.trained.values():
+            value.data.flatten()[step::97] += 0.25
+        before = {name: tensor.clone() for name, tensor in published.tensors.items()}
+        sent = published.publish(applied)
+        assert 0 < sent["changed"] < 0.05
+        wanted = loaded({n: value.detach().to(DEVICE) for n, value in published.trained.items()}) if applied else before
+        assert (
+            same(published.tensors, wanted)
+            and {n: t.data_ptr() for n, t in published.tensors.items()} == published.memory
+        )
+    assert published.checksums() == {name: checksum(value.detach()) for name, value in published.trained.items()}
     published.close()
 
 
@@ -136,10 +163,11 @@ def test_a_publish_makes_the_tensors_that_vllm_makes_of_files(link: str, tmp_pat
         ("norm.weight", "norm.weight"),
     ],
 )
+@pytest.mark.parametrize("link", ["nccl", "handover", "delta"])
 def test_checksums_show_which_parameter_is_served_with_a_flipped_bit(
-    tensor: str, parameter: str, tmp_path: Path
+    tensor: str, parameter: str, link: str, tmp_path: Path
 ) -> None:
-    published = Published("nccl", tmp_path)
+    published = Published(link, tmp_path)
     served = published.tensors[tensor]
     memory = torch.as_strided(served.view(torch.uint8), (1,), (1,))
     memory ^= 1
@@ -202,10 +230,12 @@ def test_other_quantizations_are_refused_by_name(scale: Tensor | None, said: str
         map_parameters(Served(held), SHAPES, 0, 1)
 
 
-@pytest.mark.parametrize("link", ["delta", "nccl_direct", "handover"])
+@pytest.mark.parametrize("link", ["single_copy", "nccl_direct"])
 def test_links_that_write_the_trainers_values_are_refused(link: str) -> None:
     weights = values(0)
     shards = map_parameters(Served(loaded(weights)), SHAPES, 0, 1)
-    with pytest.raises(InvalidInput, match=rf'^sync.link = "{link}" writes .* use "nccl", "shared" or "checkpoint"$'):
+    with pytest.raises(
+        InvalidInput, match=rf'^sync.link = "{link}" writes .* use "nccl", "shared", "delta" or "checkpoint"$'
+    ):
         validate_link(link, shards)
     validate_link(link, {"norm.weight": shards["norm.weight"]})

@@ -7,7 +7,7 @@ engine decodes; the swap copies them into the tensors that CUDA graphs read. Oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,15 @@ class QuantizedShard(ParameterShard):
         """
         values = received()
         return (checksum(values, self.index) + (not self.holds(values))) % 2**64
+
+    def deferred_checksum(self, values: Tensor, new: Sequence[Tensor]) -> Callable[[], int]:
+        received, wanted = checksum(values, self.index), _word_sums(new)
+        return lambda: (received + (_word_sums([_bits(self.tensor), _bits(self.scale)]) != wanted)) % 2**64
+
+
+def _word_sums(tensors: Sequence[Tensor]) -> list[int]:
+    """Checksums of integers of 8 or 32 bits, of which rows have an even number of bytes."""
+    return [checksum(tensor.contiguous().view(torch.int16)) for tensor in tensors]
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -105,7 +114,7 @@ def validate_link(link: str, shards: Mapping[str, ParameterShard]) -> None:
     if link in UNQUANTIZED_LINKS and any(shard.needs_received for shard in shards.values()):
         raise InvalidInput(
             f'sync.link = "{link}" writes the trainer\'s own values, and this vLLM serves FP8 weights; '
-            'use "nccl", "shared" or "checkpoint"'
+            'use "nccl", "shared", "delta" or "checkpoint"'
         )
 
 
