@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192  # logits that a program reads at once
-# Chunks begin anywhere in these arguments: else each alignment would be compiled for itself.
-UNALIGNED = ["targets", "temperatures", "normalisers", "scales"]
+# Arguments that are parts of arrays and begin anywhere: else a kernel would be compiled for each alignment.
+PARTS, PARTS_WITH_RESULTS = ["targets", "temperatures"], ["targets", "temperatures", "normalisers", "scales"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -26,7 +26,7 @@ def _read(logits, excluded, row, at, size, scale, MASKED: tl.constexpr):  # type
     return values
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED[:2])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=PARTS)  # type: ignore[untyped-decorator]
 def _statistics_kernel(  # type: ignore[no-untyped-def]
     logits, targets, temperatures, excluded, logprobs, normalisers, entropies, size, MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -50,7 +50,7 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     tl.store(entropies + row, normaliser - expected / total)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=PARTS_WITH_RESULTS)  # type: ignore[untyped-decorator]
 def _gradients_kernel(  # type: ignore[no-untyped-def]
     logits, targets, temperatures, excluded, normalisers, scales, size, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):

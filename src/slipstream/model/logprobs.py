@@ -8,7 +8,7 @@ state.
 
 from __future__ import annotations
 
-import importlib
+import sys
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from slipstream.model.sampling_mask import SamplingMask
 
-KERNELS = "slipstream.model.head_kernels"
 LARGE_HEAD = 2**24  # elements of a head weight that exceeds CPU caches
 CHUNK = 2**24  # logits of one chunk: 64 MiB in float32
 CHUNK_ON_GPU = 2**27  # a chunk of 2**29 is 1% faster for a 1.7B model, and takes 2 GB more
@@ -52,8 +51,7 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor,
         mask: SamplingMask | None, compiled: bool, softcap: float, keep: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        # Triton is imported at first use: hosts without GPUs lack it.
-        functions: Any = importlib.import_module(KERNELS if compiled else __name__)
+        functions = _functions(compiled)
         frozen = ctx.needs_input_grad[0] and not any(ctx.needs_input_grad[1:3])
         gradient = torch.empty_like(hidden) if frozen else None  # of each log-probability to its hidden state
         exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -108,6 +106,15 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad_bias += logit_gradients.sum(0, dtype=grad_bias.dtype)
         sums = (None if grad is None else grad.to(weight.dtype) for grad in (grad_weight, grad_bias))
         return grad_hidden, *sums, *[None] * 6
+
+
+def _functions(compiled: bool) -> Any:
+    """The module with the `logprobs_and_entropy` and `logit_gradients` to use."""
+    if not compiled:
+        return sys.modules[__name__]
+    from slipstream.model import head_kernels  # hosts without GPUs may lack Triton
+
+    return head_kernels
 
 
 def logprobs_and_entropy(

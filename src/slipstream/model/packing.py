@@ -192,11 +192,6 @@ def pack(
     if padding := -end % multiple:
         rest = range(end, end + padding)
         segments.append((rest, (rest,)))
-    packed = [samples[index] for index in order]
-
-    def of(name: str) -> list[Any]:
-        return [getattr(sample, name) for sample in packed]
-
     token_ids, placeholders = _row_tokens(pieces, padding, processor)
     images = processor.inputs(_images_in_row(pieces, processor)) if processor else {}
     return MicroBatch(
@@ -204,21 +199,33 @@ def pack(
         positions=_positions(pieces, padding, processor, device),
         segments=Segments.from_ranges(segments, device),
         predicts=concat_to_device(predicts, torch.long, device),
-        targets=concat_to_device(
-            [np.asarray(s.token_ids)[np.asarray(s.sampled_positions)] for s in packed], torch.long, device
-        ),
-        temperatures=concat_to_device(of("temperatures"), torch.float32, device),
-        behaviour=concat_to_device(of("logprobs"), torch.float32, device),
-        advantages=concat_to_device(of("advantages"), torch.float32, device),
-        lags=version - concat_to_device(of("versions"), torch.long, device),
-        sequences=concat_to_device([[n] * len(s.sampled_positions) for n, s in enumerate(packed)], torch.long, device),
-        sampling_mask=SamplingMask.from_token_ids(list(chain.from_iterable(of("sampling_mask"))), device),
         experts=_packed_experts(pieces, padding, device),
         order=order,
-        teacher=concat_to_device(of("teacher"), torch.float32, device) if all(of("teacher")) else None,
         images={name: tensor.to(device) for name, tensor in images.items()},
         placeholders=concat_to_device([placeholders], torch.long, device) if placeholders else None,
+        **_of_sampled_tokens([samples[index] for index in order], version, device),
     )
+
+
+def _of_sampled_tokens(samples: Sequence[Sample], version: int, device: torch.device) -> dict[str, Any]:
+    """The fields of a `MicroBatch` that have an entry for each sampled token, by name."""
+
+    def joined(parts: Sequence[Any], dtype: torch.dtype = torch.float32) -> Tensor:
+        return concat_to_device(parts, dtype, device)
+
+    teacher = [s.teacher for s in samples]
+    return {
+        "targets": joined([np.asarray(s.token_ids)[np.asarray(s.sampled_positions)] for s in samples], torch.long),
+        "temperatures": joined([s.temperatures for s in samples]),
+        "behaviour": joined([s.logprobs for s in samples]),
+        "advantages": joined([s.advantages for s in samples]),
+        "lags": version - joined([s.versions for s in samples], torch.long),
+        "sequences": joined([[n] * len(s.sampled_positions) for n, s in enumerate(samples)], torch.long),
+        "sampling_mask": SamplingMask.from_token_ids(
+            list(chain.from_iterable(s.sampling_mask for s in samples)), device
+        ),
+        "teacher": joined(teacher) if all(teacher) else None,
+    }
 
 
 def _lay_out(

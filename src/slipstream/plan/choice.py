@@ -56,14 +56,9 @@ class Candidates:
     def __init__(self, config: Config, cluster: Cluster) -> None:
         shape = replace(find_shape(config.model.path, "model.path"), context=10**9)
         self._problem = Problem(
-            shape,
-            cluster,
-            workload_of(config),
-            Rates(),
-            slots=config.generator.max_num_seqs,
-            trainer=config.trainer,
+            shape, cluster, workload_of(config), Rates(), slots=config.generator.max_num_seqs, trainer=config.trainer,
             fp8_engines=serves_fp8(config),
-        )
+        )  # fmt: skip
         self._config = config
 
     def evaluate(self, engines: int, lag: int) -> Plan:

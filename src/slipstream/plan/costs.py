@@ -125,6 +125,11 @@ class TrainerCost:
     shard_size: int = 0  # ranks that share one copy of the weights (fsdp); 0 is all of them
 
     @property
+    def runs_compiled(self) -> bool:
+        """Whether layers run compiled: those of tensor parallelism never do."""
+        return self.compiled and self.parallel != "tensor"
+
+    @property
     def trained(self) -> int:
         rank = self.work.lora_rank
         return self.shape.lora_parameters(rank) if rank else self.shape.parameters
@@ -146,7 +151,7 @@ class TrainerCost:
         reached = rates.train * (1 - math.exp(-self.shape.hidden / rates.narrow))
         reached *= rates.experts if self.shape.experts > 1 else 1.0
         compute = operations / (self.ranks * self.cluster.gpu.operations * reached)
-        compute *= 1 if self.compiled else EAGER_SECONDS
+        compute *= 1 if self.runs_compiled else EAGER_SECONDS
         compute *= FP8_SECONDS if self.fp8 and self.shape.experts <= 1 and not self.work.lora_rank else 1
         state = sum(self._state().values())
         update = 2 * state / (self.cluster.gpu.bandwidth * rates.bandwidth)
@@ -228,7 +233,7 @@ class TrainerCost:
             experts = shape.active * (2 * shape.hidden + 3 * shape.expert_intermediate)
             kept = KEPT[self.checkpointing] * attention + experts
         kept *= ADAPTER_ACTIVATIONS if self.work.lora_rank else 1
-        kept *= 1 if self.compiled else EAGER_ACTIVATIONS
+        kept *= 1 if self.runs_compiled else EAGER_ACTIVATIONS
         split = self.ranks if self.parallel == "tensor" else 1
         logits = shape.vocabulary if everything and not self.work.lora_rank else 0
         quantized = shape.parameters if everything and self.fp8 else 0  # FP8 weights of all layers, on each rank

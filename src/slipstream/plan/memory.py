@@ -54,7 +54,7 @@ def cost_of(config: Config, shape: Shape, cluster: Cluster) -> TrainerCost:
     return TrainerCost(
         shape, cluster, Rates(), workload_of(config), trainer.ranks, trainer.parallel, trainer.context_parallel,
         own_copy=config.sync.link != "single_copy", shard_size=trainer.fsdp_shard_size,
-        compiled=trainer.compile and trainer.parallel != "tensor", fp8=trainer.fp8, **options,
+        compiled=trainer.compile, fp8=trainer.fp8, **options,
     )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def candidates(cost: TrainerCost, given: Mapping[str, Any], may_cast: bool, alon
     least = math.ceil(cost.work.longest / cost.context_parallel)
     passes = dict.fromkeys(
         (given.get("checkpointing", checkpointing), given.get("microbatch", max(tokens, least)))
-        for checkpointing, tokens in (*(LARGE_PASSES if full and alone and cost.compiled else ()), *PASSES)
+        for checkpointing, tokens in (*(LARGE_PASSES if full and alone and cost.runs_compiled else ()), *PASSES)
     )
     found = [
         replace(cost, **dict(zip(values, combination, strict=True)), checkpointing=checkpointing, microbatch=tokens)

@@ -205,7 +205,7 @@ def choose_microbatch(problem: Problem, split: Split) -> TrainerCost:
     given = {OPTIONS[name]: getattr(trainer, name) for name in kept}
     cost = TrainerCost(
         problem.shape, problem.cluster, problem.rates, problem.work, split.ranks, split.parallel,
-        split.context_parallel, own_copy=own, compiled=trainer.compile and split.parallel != "tensor", fp8=trainer.fp8,
+        split.context_parallel, own_copy=own, compiled=trainer.compile, fp8=trainer.fp8,
     )  # fmt: skip
     may_cast = auto and split.ranks == 1 and split.placement == "disaggregated" and not problem.work.lora_rank
     return cheapest(candidates(cost, given, may_cast, auto and split.placement == "disaggregated"), free)

@@ -198,9 +198,8 @@ class HandoverReceiver(Receiver):
                 shard = self._shards[name]
                 values = views[name][shard.index]
                 pairs += (encoded := shard.encode(values))
-                if shard.needs_received and shard.counted:
-                    new = [tensor for _, tensor in encoded]
-                    self.deferred_checksums[name] = shard.deferred_checksum(values.to(self._device), new)
+                if shard.counted:
+                    self.deferred_checksums[name] = shard.deferred_checksum(values, [new for _, new in encoded])
             copy_all(pairs)
         if self._stream:
             self._stream.synchronize()

@@ -120,7 +120,7 @@ class Receiver(Protocol):
     updates: bool = False
     """`prepare` returns an `Update` of the attached tensors, which have the dtype `connection_info["dtype"]`."""
     deferred_checksums: Mapping[str, Callable[[], int]] = {}
-    """If `writes_served`: the last `deferred_checksum` of each shard that needs received values."""
+    """If `writes_served`: the last `deferred_checksum` of each `counted` shard."""
 
     def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None: ...
 

@@ -94,13 +94,12 @@ def quantize(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
     One operation for the compiler, which would fuse casts with slow reductions.
     """
-    largest = torch.linalg.vector_norm(matrix, torch.inf, dtype=torch.float32).clamp(min=LEAST_MAXIMUM)
-    scale = largest / torch.finfo(dtype).max
+    largest, limit = torch.linalg.vector_norm(matrix, torch.inf, dtype=torch.float32), torch.finfo(dtype).max
+    scale = largest.clamp(min=LEAST_MAXIMUM) / limit
     if matrix.is_cuda:
         from slipstream.trainers.fp8_kernels import cast_both
 
         return *cast_both(matrix.contiguous(), 1 / scale, dtype), scale
-    limit = torch.finfo(dtype).max
     rows = (matrix.float() / scale).clamp(-limit, limit).to(dtype)
     return rows, rows.T.contiguous(), scale
 

@@ -86,11 +86,11 @@ class Trainer:
         self._penalty = partial(kl_to_reference, estimator=algorithm.kl_estimator, weighted=algorithm.kl_weighted)
         keep_logits = self._options.activation_checkpointing == "none"
         self._policy = PackedPolicy(self.model, compiled, self.ranks.context, keep_logits)
+        if self._options.fp8 and not self._policy.packs:
+            raise ConfigError("trainer.fp8: this model reads sequences one by one, in lengths that FP8 does not take")
         self._reference = Reference(self._policy, config, self.ranks) if algorithm.kl_coef else None
         self._meter = FlopsMeter(self._policy, self.device)
         self.parameters = self._shard_parameters(compute, master, compiled)
-        if self._options.fp8 and not self._policy.packs:
-            raise ConfigError("trainer.fp8: this model reads sequences one by one, in lengths that FP8 does not take")
         if self._reference:
             self._reference.track(self.parameters)
         self._compute_copies = self._new_compute_copies(compute, master)

@@ -143,13 +143,14 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
     `sharers` is the number of processes on the engine's GPU, itself included.
     """
     generator, on_cpu = config.generator, not torch.cuda.is_available()
-    arguments: dict[str, Any] = {
+    share = generator.gpu_memory_utilization or memory_share(config, sharers)
+    arguments = {
         "model": config.model.path,
         "dtype": dtype_name(config),
         "tensor_parallel_size": generator.tensor_parallel_size,
         "max_num_seqs": generator.max_num_seqs,
         "max_model_len": generator.max_model_len or None,
-        "gpu_memory_utilization": generator.gpu_memory_utilization or memory_share(config, sharers),
+        "gpu_memory_utilization": share,
         "enable_sleep_mode": config.sync.placement == "colocated" and not on_cpu,
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
         "max_logprobs": max(20, config.largest_top_k),
@@ -157,7 +158,20 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
         "scheduler_cls": SCHEDULER,
         "disable_log_stats": True,
         "seed": config.loop.seed,
+        **feature_arguments(config, on_cpu),
     }
+    if on_cpu:
+        dtype, memory = dtype_of(config), generator.gpu_memory_utilization
+        arguments |= cpu_arguments(config.model.path, dtype, generator.max_model_len, memory)
+        arguments |= {"async_scheduling": False}
+    elif sharers > 1 and config.sync.placement != "colocated" and "kv_cache_memory_bytes" not in generator.engine_args:
+        arguments |= shared_gpu_arguments(config, share)
+    return arguments | generator.engine_args
+
+
+def feature_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
+    """vLLM's engine arguments for images, adapters, vLLM's own weight transfer, and recorded routing, if used."""
+    arguments: dict[str, Any] = {}
     if image_processor(config.model.path):
         arguments["limit_mm_per_prompt"] = {"video": 0}
     if config.sync.link == "lora":
@@ -169,17 +183,7 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
     if config.algorithm.replay_routing and has_experts(config.model.path):
         validate_experts_returned(on_cpu)
         arguments["enable_return_routed_experts"] = True
-    if on_cpu:
-        dtype, memory = dtype_of(config), generator.gpu_memory_utilization
-        arguments |= cpu_arguments(config.model.path, dtype, generator.max_model_len, memory)
-        arguments |= {"async_scheduling": False}
-    sized = on_cpu or config.sync.placement == "colocated" or "kv_cache_memory_bytes" in generator.engine_args
-    if sharers > 1 and not sized:
-        share, memory = arguments["gpu_memory_utilization"], gpu_bytes()
-        arguments["kv_cache_memory_bytes"] = shared_cache_bytes(config, share, memory)
-        # vLLM compares it with the free memory only, while the trainer compiles with more memory than its steps take.
-        arguments["gpu_memory_utilization"] = min(share, 0.01)
-    return arguments | generator.engine_args
+    return arguments
 
 
 def adapter_arguments(config: Config, on_cpu: bool) -> dict[str, Any]:
@@ -198,6 +202,16 @@ def memory_share(config: Config, sharers: int) -> float:
     if config.sync.placement == "colocated":
         return share_in_turns(config, gpu_bytes() if torch.cuda.is_available() else 0)
     return DEFAULT_MEMORY if sharers == 1 else round(SHARED_MEMORY / sharers, 3)
+
+
+def shared_gpu_arguments(config: Config, share: float) -> dict[str, Any]:
+    """vLLM's engine arguments for this share of a GPU, which other processes use at the same time.
+
+    vLLM compares the utilization with the free memory only, while the trainer compiles with more memory than its steps
+    take. So it is small.
+    """
+    cache = shared_cache_bytes(config, share, gpu_bytes())
+    return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": min(share, 0.01)}
 
 
 def shared_cache_bytes(config: Config, share: float, memory: int) -> int:

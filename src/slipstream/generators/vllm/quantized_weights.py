@@ -51,7 +51,7 @@ class QuantizedShard(ParameterShard):
         return (checksum(values, self.index) + (not self.holds(values))) % 2**64
 
     def deferred_checksum(self, values: Tensor, new: Sequence[Tensor]) -> Callable[[], int]:
-        received, wanted = checksum(values, self.index), _word_sums(new)
+        received, wanted = checksum(values.to(self.tensor.device), self.index), _word_sums(new)
         return lambda: (received + (_word_sums([_bits(self.tensor), _bits(self.scale)]) != wanted)) % 2**64
 
 
