@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -183,6 +185,13 @@ async def drawn_until(
 
     lengths = [Sampling(max_tokens=longest - 7 * i) for i in range(len(prompts))]
     return list(itertools.chain(*await asyncio.gather(*map(on_and_on, prompts, lengths))))
+
+
+def run_interpreted(program: Path) -> None:
+    """Run a program whose Triton kernels are interpreted on this CPU; it prints that all cases are equal."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ended = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "all cases are equal\n"), ended.stderr
 
 
 def random_prompts(count: int, seed: int = 0, longest: int = 24) -> list[list[int]]:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.conftest import run_interpreted
+
 from .head_cases import results_and_gradients
 
 
 def test_kernels_compute_what_float64_does() -> None:
-    """Triton interprets the kernels on this CPU."""
     pytest.importorskip("triton")
-    program = Path(__file__).with_name("head_cases.py")
-    ended = subprocess.run(
-        [sys.executable, program],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "all cases are equal\n"), ended.stderr
+    run_interpreted(Path(__file__).with_name("head_cases.py"))
 
 
 @pytest.mark.parametrize("masked", [False, True])

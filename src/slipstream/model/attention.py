@@ -6,7 +6,6 @@ blocks of segments of similar length. Hugging Face models call `attend` through 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -24,9 +23,6 @@ from slipstream.model.context_parallel import ContextParallelGroup
 
 NAME = "slipstream"
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # the dtypes of variable-length attention
-VARLEN: Any = varlen.varlen_attn
-# Newer torch releases require a flag for grouped-query attention.
-GQA_ARGUMENTS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(VARLEN).parameters else {}
 SegmentRanges = tuple[range, tuple[range, ...]]  # query tokens, and the token ranges that they attend to
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}  # `layer_types` of Hugging Face configurations
 # The keyword arguments of `attend` that describe the segments of its input.
@@ -105,10 +101,21 @@ def attend(
         each = blocks or _blocks_of_bounds(cu_seq_lens_q, cu_seq_lens_k)
         out: Any = _attend_in_blocks(q, k, v, each, scaling, sliding_window, softcap)
     else:
+        k, v = (_repeat_heads(rows, q.shape[1]) for rows in (k, v))
         window = (sliding_window - 1 if sliding_window else -1, 0)
         bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        out = VARLEN(q, k, v, *bounds, scale=scaling, window_size=window, **GQA_ARGUMENTS)
+        out = varlen.varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window)
     return (context.to_tokens(out) if context else out)[None, ..., :size], None
+
+
+def _repeat_heads(rows: Tensor, heads: int) -> Tensor:
+    """Keys or values `[tokens, heads that share one, size]` for each of the `heads` of queries.
+
+    Torch's kernel computes gradients for each head, and sums those of heads that share keys four times slower than
+    compiled code does.
+    """
+    sharing = heads // rows.shape[1]
+    return rows if sharing == 1 else rows[:, :, None].expand(-1, -1, sharing, -1).flatten(1, 2)
 
 
 class _GatherRows(torch.autograd.Function):

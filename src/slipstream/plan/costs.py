@@ -232,6 +232,8 @@ class TrainerCost:
         if everything and mixture:  # also a token's rows for its experts, and their outputs
             experts = shape.active * (2 * shape.hidden + 3 * shape.expert_intermediate)
             kept = KEPT[self.checkpointing] * attention + experts
+        if everything:  # keys and values, repeated for the heads that share them
+            kept += 2 * shape.head_dim * (shape.heads - shape.kv_heads)
         kept *= ADAPTER_ACTIVATIONS if self.work.lora_rank else 1
         kept *= 1 if self.runs_compiled else EAGER_ACTIVATIONS
         split = self.ranks if self.parallel == "tensor" else 1
