@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +14,9 @@ from slipstream.errors import InvalidInput, UserError
 from slipstream.generators.vllm.requests import sum_checksums
 from slipstream.generators.vllm.weight_mapping import expert_shard, map_parameters
 from slipstream.generators.vllm.weights import VllmWeights
+from slipstream.generators.vllm.worker_methods import BlockingWeights
 from slipstream.sync.checksum import checksum
+from slipstream.sync.link import ParameterShard
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HEAD = 4
@@ -166,3 +170,36 @@ def test_a_parameter_that_no_pipeline_stage_holds_is_refused() -> None:
     VllmWeights(Stages(["b"], ["a"]), "nccl", {}, 1)
     with pytest.raises(InvalidInput, match="serves no tensor for b: "):
         VllmWeights(Stages(["c", "b"], ["a", "b"]), "nccl", {}, 1)
+
+
+def test_a_worker_reports_what_vllms_own_transfer_wrote() -> None:
+    """vLLM's transfer needs GPUs; what a worker does around it does not."""
+    torch.manual_seed(0)
+    sent = {"norm.weight": torch.randn(8), "mlp.weight": torch.randn(8, 6)}
+    served = torch.zeros(5, 6)  # the rows 3 to 8 of `mlp.weight`
+    rows = (slice(3, 8),)
+    shards = {
+        "norm.weight": ParameterShard(torch.zeros(8), (8,), counted=False),
+        "mlp.weight": ParameterShard(served, (8, 6), rows),
+    }
+
+    class Transfer:
+        closed = False
+
+        def receive(self) -> None:
+            served.copy_(sent["mlp.weight"][rows])
+
+        def close(self) -> None:
+            self.closed = True
+
+    transfer: Any = Transfer()
+    weights = BlockingWeights(transfer, shards)
+    weights.prepare({})
+    assert weights.prepared()
+    weights.apply()
+    assert weights.applied() and weights.pause_s() >= 0
+    weights.start_checksums([*sent, "of another stage"])
+    expected = checksum(sent["mlp.weight"][rows], rows)
+    assert weights.checksums() == {"norm.weight": 0, "mlp.weight": expected}
+    weights.close()
+    assert transfer.closed

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from slipstream.errors import InvalidInput, UserError
-from slipstream.generators.served_weights import ServedWeights, side_stream
+from slipstream.generators.served_weights import ServedWeights
 from slipstream.generators.vllm.compat import count_tokens, is_known_runner
 from slipstream.generators.vllm.quantized_weights import validate_link
 from slipstream.generators.vllm.requests import LEASE_S, TokenCounts
 from slipstream.generators.vllm.weight_mapping import USE_RESTART, expert_shard, map_parameters
 from slipstream.model.inspection import config_sizes, end_of_sequence, generation_config
 from slipstream.runtime.memory import freeze_heap, raise_gc_thresholds
+from slipstream.sync.checksum import checksum
 from slipstream.sync.frames import Superseded
 from slipstream.sync.link import ConnectionInfo, ParameterShard, PublishHandle
 from slipstream.sync.nccl_direct import NcclDirectReceiver
@@ -38,12 +39,11 @@ STREAM_TIMEOUT_S = 5.0  # of a connection, and of silence
 MAX_FINISHED = 1 << 12  # finished requests remembered since the last swap; outputs of older ones are read by then
 
 
-class BlockingWeights(ServedWeights):
-    """Weights received by vLLM's own transfer engine while forward passes wait."""
+class BlockingWeights:
+    """As `ServedWeights`, of weights that vLLM's own transfer engine receives while forward passes wait."""
 
     def __init__(self, receiver: NcclDirectReceiver, shards: Mapping[str, ParameterShard]) -> None:
-        self._native, self._shards = receiver, shards
-        self._stream = side_stream(next(iter(shards.values())).tensor.device)
+        self._receiver, self._shards = receiver, shards
 
     def prepare(self, handle: PublishHandle) -> None: ...
 
@@ -52,7 +52,7 @@ class BlockingWeights(ServedWeights):
 
     def apply(self) -> None:
         started = time.perf_counter()
-        self._native.receive()
+        self._receiver.receive()
         self._pause_s = time.perf_counter() - started
 
     def applied(self) -> bool:
@@ -61,14 +61,18 @@ class BlockingWeights(ServedWeights):
     def pause_s(self) -> float:
         return self._pause_s
 
+    @torch.no_grad()
     def start_checksums(self, names: Sequence[str]) -> None:
-        self._computed = self._compute_checksums(names)
+        own = {name: self._shards[name] for name in names if name in self._shards}
+        self._computed = {
+            name: checksum(shard.tensor, shard.index) if shard.counted else 0 for name, shard in own.items()
+        }
 
     def checksums(self) -> dict[str, int]:
         return self._computed
 
     def close(self) -> None:
-        self._native.close()
+        self._receiver.close()
 
 
 class TokenCounter:
@@ -121,7 +125,7 @@ class WorkerMethods:
     model_runner: Any
     rank: int
     vllm_config: Any
-    _slipstream: Any  # `ServedWeights` or `AdapterLoader`
+    _slipstream: Any  # `ServedWeights`, `BlockingWeights` or `AdapterLoader`
     _slipstream_tokens: TokenCounter
 
     def slipstream_call(self, method: str, *arguments: Any) -> list[Any] | str:
