@@ -27,14 +27,14 @@ def grouped_experts(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tenso
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     ends = torch.searchsorted(by_expert, torch.arange(experts.num_experts, device=order.device), right=True)
     offsets, transposed = ends.int(), experts.is_transposed
-    rows = _Dispatch.apply(tokens, order, inverse, chosen.shape[1])  # type: ignore[no-untyped-call]
+    rows = DispatchRows.apply(tokens, order, inverse, chosen.shape[1])  # type: ignore[no-untyped-call]
     inner = experts._apply_gate(moe._grouped_linear(rows, experts.gate_up_proj, offsets, is_transposed=transposed))
     outer = moe._grouped_linear(inner, experts.down_proj, offsets, is_transposed=transposed)
-    returned: Tensor = _Reorder.apply(outer, inverse, order)  # type: ignore[no-untyped-call]
+    returned: Tensor = ReorderRows.apply(outer, inverse, order)  # type: ignore[no-untyped-call]
     return (returned.view(*chosen.shape, -1) * weights[..., None]).sum(1).to(tokens.dtype)
 
 
-class _Dispatch(torch.autograd.Function):
+class DispatchRows(torch.autograd.Function):
     """Each token, once for each expert that it chose, in the `order` of experts; `inverse` undoes the order."""
 
     @staticmethod
@@ -49,7 +49,7 @@ class _Dispatch(torch.autograd.Function):
         return grad.index_select(0, inverse).view(-1, ctx.choices, grad.shape[1]).sum(1), None, None, None
 
 
-class _Reorder(torch.autograd.Function):
+class ReorderRows(torch.autograd.Function):
     """`rows[order]` for a permutation, whose `inverse` reorders the gradient."""
 
     @staticmethod

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
 
 from slipstream.config.schema import ConfigError
+from slipstream.model.experts import DispatchRows, ReorderRows
 from slipstream.model.inspection import expert_parameters
 from slipstream.trainers.master_weights import master_dtype
 
@@ -80,6 +81,7 @@ def _dispatch_and_combine(experts: Any, tokens: Tensor, chosen: Tensor, weights:
     """
     local_count, group, choices = experts.local_experts.count, experts.group, chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     expert_ids = chosen.flatten()[order]
     send_counts = torch.bincount(expert_ids // local_count, minlength=dist.get_world_size(group))
     receive_counts = torch.empty_like(send_counts)
@@ -87,15 +89,16 @@ def _dispatch_and_combine(experts: Any, tokens: Tensor, chosen: Tensor, weights:
     sends, receives = torch.stack([send_counts, receive_counts]).tolist()  # the only synchronisation with the device
     local_ids = expert_ids.new_empty(sum(receives))
     dist.all_to_all_single(local_ids, expert_ids % local_count, receives, sends, group=group)
-    # Repeat, then reorder: the backward pass sums the gradients of a token's choices in one operation.
-    dispatched = tokens.repeat_interleave(choices, 0, output_size=len(order)).index_select(0, order)
+    dispatched = DispatchRows.apply(tokens, order, inverse, choices)  # type: ignore[no-untyped-call]
     received = all_to_all_single_autograd(dispatched, receives, sends, group)
     # Router weights are applied by the expert's rank: applied here, backward would keep every returned output.
-    router_weights = all_to_all_single_autograd(weights.flatten()[order], receives, sends, group)
-    # One row of zeros more: a rank without tokens takes part in the backward pass, too.
-    padded = (torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) for rows in (received, local_ids, router_weights))
+    by_expert = ReorderRows.apply(weights.flatten(), order, inverse)  # type: ignore[no-untyped-call]
+    router_weights = all_to_all_single_autograd(by_expert, receives, sends, group)
+    inputs: tuple[Tensor, ...] = (received, local_ids, router_weights)
+    if not len(local_ids):  # one row of zeros: a rank without tokens takes part in the backward pass, too
+        inputs = tuple(torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) for rows in inputs)
     local_weights = {name: p.to_local() for name, p in experts.named_parameters(recurse=False)}
-    outputs = experts.local_experts(local_weights, *padded)[:-1]
+    outputs = experts.local_experts(local_weights, *inputs)[: len(local_ids)]
     returned = all_to_all_single_autograd(outputs.contiguous(), sends, receives, group)
-    inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-    return returned.index_select(0, inverse).view(*chosen.shape, tokens.shape[-1]).sum(1)
+    by_token: Tensor = ReorderRows.apply(returned, inverse, order)  # type: ignore[no-untyped-call]
+    return by_token.view(*chosen.shape, tokens.shape[-1]).sum(1)
