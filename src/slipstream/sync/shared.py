@@ -32,7 +32,8 @@ class SharedSender(Sender):
         self._parameters, self._dtype = parameters, dtype_of(config)
         layout = Layout(shapes_of(parameters), self._dtype)
         self._handle, self._path = allocate_shared_file(2 * layout.size)
-        self._buffers = map_buffers(self._path, layout)
+        self._files = SharedFiles(next(iter(parameters.values())).device)
+        self._buffers = views_of_buffers(self._files, self._path, layout)
         on_cpu = all(p.device.type == "cpu" for p in parameters.values())
         # Gathered tensors are not the trainer's parameters.
         own = all(isinstance(p, nn.Parameter) and p.dtype == self._dtype for p in parameters.values())
@@ -66,6 +67,7 @@ class SharedSender(Sender):
         self._front, self._released = handle["buffer"], True
 
     def close(self) -> None:
+        self._files.close()
         free_shared_file(self._handle, self._path)
 
     @torch.no_grad()
@@ -86,22 +88,24 @@ class SharedReceiver(Receiver):
 
     def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None:
         layout = Layout(connection_info["shapes"], getattr(torch, connection_info["dtype"]))
-        self._buffers = map_buffers(connection_info["path"], layout)
+        self._files = SharedFiles(device)
+        self._buffers = views_of_buffers(self._files, connection_info["path"], layout)
 
     def prepare(self, handle: PublishHandle) -> dict[str, Tensor]:
         return self._buffers[handle["buffer"]]
 
     def close(self) -> None:
         self._buffers.clear()
+        self._files.close()
 
 
 class Shared:
     Sender, Receiver = SharedSender, SharedReceiver
 
 
-def map_buffers(path: str, layout: Layout) -> list[dict[str, Tensor]]:
+def views_of_buffers(files: SharedFiles, path: str, layout: Layout) -> list[dict[str, Tensor]]:
     """Views of both buffers of the shared file: tensors by name."""
-    memory = torch.from_file(path, shared=True, size=2 * layout.size, dtype=torch.uint8)
+    memory = files.map(Path(path))
     return [layout.views(memory[: layout.size]), layout.views(memory[layout.size :])]
 
 
