@@ -395,6 +395,41 @@ def test_a_receiver_that_is_killed_in_a_publish_is_removed(tiny: Path, tmp_path:
     asyncio.run(main())
 
 
+def test_an_engine_that_joins_in_the_middle_of_a_publish_gets_its_version(
+    tiny: Path, tmp_path: Path, orders: Orders
+) -> None:
+    async def main() -> None:
+        flags = ["--generator.replicas=3", "--loop.max_lag=2"]
+        async with started(tiny, tmp_path, "slow_links:Link", *flags) as cluster:
+            link, pool = cluster.link, cluster.generator
+            await link.connect(0)
+            gone = pool.generators[2]
+            os.kill(pid_of(gone.process), signal.SIGKILL)
+            await until(lambda: gone.process.dead is not None)
+            for order in ("hold 1", "hold 2"):
+                orders.give(order)
+            await changing(cluster).change(1)
+            publishing = asyncio.ensure_future(link.publish(1))
+            await orders.reached("hold 1")
+            successor, start = gone.successor(cluster._config)
+            pool.change(add=[successor], remove=[gone])
+            await start()
+            successor.started = True
+            await link.join(successor)
+            assert not publishing.done()
+            for order in ("hold 1", "hold 2"):
+                orders.withdraw(order)
+            await publishing
+            await until(lambda: not link._updates)  # type: ignore[union-attr]
+            assert [g.version for g in pool.alive] == [1, 1, 1]
+            await changing(cluster).change(2)
+            stats = await link.publish(2, "full")
+            assert stats.engines_lost == () and [g.version for g in pool.alive] == [2, 2, 2]
+            await gone.process.stop(5)
+
+    asyncio.run(main())
+
+
 def test_no_token_is_sampled_by_another_than_a_published_version(tiny: Path, tmp_path: Path, orders: Orders) -> None:
     """Engines are held up at random, before and after they receive a version, so that publishes overlap. Each token has
     the log-probability that the weights of its version give it, and each request begins within the lag bound."""

@@ -268,7 +268,7 @@ def publish_cost(
     if work.lora_rank:
         return PublishCost("lora", size / PCIE + 0.05, size / PCIE, 0.02, size / tp)
     if spans and cluster.network < SLOW_NETWORK:
-        changed = CHANGED_BYTES * changed_fraction(work.learning_rate) * shape.parameters
+        changed = CHANGED_BYTES * changed_fraction(work.learning_rate, work.every) * shape.parameters
         return PublishCost("delta", min(size, changed) / speed, 2 * size / cluster.gpu.bandwidth, swap, 0.0)
     sent = size / (speed * rates.link)
     return PublishCost("nccl", sent, sent, swap, size / tp)
@@ -292,11 +292,11 @@ def turn_cost(trainer: TrainerCost, free: float, overlaps: bool) -> PublishCost:
 
 
 @cache
-def changed_fraction(learning_rate: float) -> float:
-    """Share of changed elements, by `sync.prediction`, for normal weights of standard deviation 0.02."""
+def changed_fraction(learning_rate: float, steps: int) -> float:
+    """Share of elements that `steps` change, by `sync.prediction`, for normal weights of standard deviation 0.02."""
     import torch
 
     from slipstream.sync.prediction import count_exponents, expected_changed_fraction
 
     weights = torch.randn(2**20, generator=torch.Generator().manual_seed(0)) * 0.02
-    return expected_changed_fraction(count_exponents([weights]), learning_rate)
+    return expected_changed_fraction(count_exponents([weights]), learning_rate, steps)
