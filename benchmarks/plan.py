@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -74,14 +75,8 @@ def sampling_seconds(shape: Shape, cluster: Cluster, rates: Rates, length: int) 
     return engine.at
 
 
-# File, shape, groups, slots, split; all with prompts of 128 tokens and completions of 512, see end_to_end.py.
-RUNS: tuple[tuple[str, str, int, int, Split], ...] = (
-    *((f"end_to_end_{name}", "1.7B", 16, slots, Split("disaggregated", 1, "fsdp", 1, 1, 1, 4)) for name, slots in (
-        ("h200x2", 256), ("h200x2_64_cores", 256), ("32_cores_h200x2", 256), ("beside_trl_h200x2", 256),
-        ("slow_host_h200x2", 256), ("512_slots_h200x2", 512))),
-    ("end_to_end_mixture_h200x2", "1B-mixture", 8, 256, Split("disaggregated", 1, "fsdp", 1, 1, 1, 4)),
-    ("end_to_end_single_copy_tp2_h200x2", "0.6B", 8, 256, Split("single_copy", 2, "tensor", 1, 1, 2, 4)),
-)  # fmt: skip
+ROUNDS = 3  # of a fit
+WHOLE_RUNS = ("end_to_end_*.json", "colocated_*.json")
 
 
 def work_shape(name: str) -> Shape:
@@ -91,41 +86,79 @@ def work_shape(name: str) -> Shape:
 
 
 def whole_runs() -> list[dict[str, Any]]:
-    """Predicted and measured figures of each run."""
+    """Predicted and measured figures of each run whose record is in this folder."""
     found = []
-    for name, shape, groups, slots, split in RUNS:
-        record = json.loads((RESULTS / f"{name}.json").read_text())
-        work = Workload(Lengths(128), Lengths(512), groups, 8, len(record["each"]))
-        problem = Problem(work_shape(shape), Cluster(find_gpu("h200"), 2), work, Rates(), slots=slots)
+    for path in sorted(path for pattern in WHOLE_RUNS for path in RESULTS.glob(pattern)):
+        record = json.loads(path.read_text())
+        problem, split = setting(record)
         measured = {
             "step_s": record["seconds"] / record["steps"], "tokens_per_s": record["trained_tokens_per_s"],
             "lag": record["lag_mean"], "trainer": record["busy"]["trainer"], "engines": record["busy"]["generator"],
         }  # fmt: skip
         predicted = {how: predict(replace(problem, rates=rates), split, record) for how, rates in (
-            ("shapes", Rates()), ("fitted", fitted(record, problem)))}  # fmt: skip
-        found.append({"run": name, "measured": measured} | {
+            ("shapes", Rates()), ("fitted", fitted(record, problem, split)))}  # fmt: skip
+        found.append({"run": path.stem, "split": str(split), "measured": measured} | {
             how: compare(figures, measured) for how, figures in predicted.items()})  # fmt: skip
     return found
 
 
+def setting(record: dict[str, Any]) -> tuple[Problem, Split]:
+    """What a record's flags say: the work, as benchmarks/work.py draws it, and the placement."""
+    given = dict(flag.removeprefix("--").split("=", 1) for flag in record["flags"])
+    number = lambda name, default=1: int(given.get(name, default))  # noqa: E731
+    most, spread = number("sampling.max_tokens"), float(given["environment.options"].split("spread=")[1].rstrip("}"))
+    # With a spread the median is a quarter of the limit.
+    mean = most / 4 * math.exp(spread**2 / 2) if spread else most
+    work = Workload(Lengths(128), Lengths(mean, spread, most), number("loop.groups_per_step"), 8, len(record["each"]))
+    gpu = find_gpu("h100" if "H100" in record["device"] else "h200")
+    single, apart = given["sync.link"] == "single_copy", given.get("sync.placement", "disaggregated")
+    split = Split(
+        "single_copy" if single else apart, number("trainer.ranks"), given.get("trainer.parallel", "fsdp"), 1,
+        number("generator.replicas"), number("generator.tensor_parallel_size"), number("loop.max_lag"),
+    )  # fmt: skip
+    slots = number("generator.max_num_seqs")
+    problem = Problem(work_shape(record["shape"]), Cluster(gpu, split.gpus), work, Rates(), slots=slots)
+    return problem, split
+
+
 def predict(problem: Problem, split: Split, record: dict[str, Any]) -> Figures:
-    """The measured steps of a run, after the same warm-up, whose first step compiles."""
+    """The measured steps of a run, after the same warm-up, whose first step compiles.
+
+    Colocated engines sleep during the first two steps. Later they sample in steps if no state has to come back then.
+    """
+    first = record["each"][0]  # older records have another name
     scenario = replace(
         evaluate(problem, split).scenario(len(record["each"])), slots=problem.slots, kv_tokens=1e9,
-        first_step_s=record["each"][0]["step_seconds"],
+        first_step_s=first.get("time/step_s") or first["step_seconds"],
     )  # fmt: skip
+    if split.placement == "colocated":
+        scenario = replace(scenario, first_step_s=0.0, overlaps=not record["onload_s"])
     if problem.rates.measured_decode:  # beside the trainer, which includes its slowdown
         scenario = replace(scenario, shared_slowdown=1.0)
-    return simulated_figures(scenario, len(record["each"]) - record["steps"])
+        if split.placement == "colocated":
+            hold = replace(scenario.publish, transfer=record["ready_s"], hold=record["publish_and_rest_s"])
+            scenario = replace(scenario, publish=hold)
+    return simulated_figures(scenario, len(record["each"]) - record["steps"], goes_on=True)
 
 
-def fitted(record: dict[str, Any], problem: Problem) -> Rates:
-    """Decoding by the tokens that were generated while the engine was busy, training and gaps by their medians."""
-    decode = min(1.0, record["busy"]["generator"]) / record["generated_tokens_per_s"]
-    return replace(
-        problem.rates, train_fixed_s=record["step_s"], decode_fixed_s=problem.slots * decode,
-        step_overhead_s=max(0.0, record["publish_and_rest_s"]),
+def fitted(record: dict[str, Any], problem: Problem, split: Split) -> Rates:
+    """Training and gaps by their medians; decode steps are those of the shape, times a factor by which engines sample
+    as many tokens in a busy second as in the run. A gap of colocated engines and trainer is their turn."""
+    engine, slots = evaluate(problem, split).engine, problem.slots
+    few, many = (engine.step(count, count * problem.work.context) for count in (slots / 4, slots))
+    each = (many - few) / (slots - slots / 4)
+    measured = record["generated_tokens_per_s"] / (min(1.0, record["busy"]["generator"]) * split.engines)
+    rest = 0.0 if split.placement == "colocated" else max(0.0, record["publish_and_rest_s"])
+    own = replace(
+        problem.rates, train_fixed_s=record["step_s"], step_overhead_s=rest, decode_fixed_s=many - slots * each,
+        decode_sequence_s=each, decode_reference=(split.tp, 0.0),
     )  # fmt: skip
+    for _ in range(ROUNDS):
+        steps = predict(replace(problem, rates=own), split, record).records
+        first, last = steps[len(steps) - record["steps"] - 1], steps[-1]
+        factor = (last.sampled - first.sampled) / (last.engine_busy - first.engine_busy) / measured
+        own = replace(own, decode_fixed_s=factor * own.decode_fixed_s, decode_sequence_s=factor * own.decode_sequence_s)
+    return own
 
 
 def compare(figures: Figures, measured: dict[str, float]) -> dict[str, Any]:

@@ -2,15 +2,18 @@
 
     sudo python benchmarks/publish_network.py MODEL [--links delta nccl checkpoint] [--rate 1gbit] [--engines 1]
         [--changed 0.01] [--publishes 6] [--json FILE]
+    sudo python benchmarks/publish_network.py MODEL --learning-rate 1e-6 --every 4 --moving 0.5    # changes of training
 
 Two namespaces are joined by a pair of virtual devices whose rate is limited both ways (`tc tbf`). The trainer's end of
 the link runs in the first, engines that decode in the second. Between publishes the given share of the elements moves
-to the next bfloat16 value. `held` is the time of `stage` and `send`, `ready` the time from the start of `stage` until
-all engines serve the version, `pause` the time of the swap, `step` that of a decode step. "delta, all weights" is the
-`delta` link to engines without a version. `checkpoint` needs files that both hosts can read: here the trainer's host
-sends each file over the link in one plain TCP stream, and the engine reads its copy, as from a network file system.
-`sent` is what left the trainer's namespace. `trainer` and `engine` are the bytes by which the memory of these
-processes rose in a publish, at most, per changed element.
+to the next bfloat16 value. With `--learning-rate` float32 masters move instead, as by `--every` steps of AdamW on
+gradients of noise, which a share `--moving` of the elements has; small weights then change by many values. `held` is
+the time of `stage` and `send`, `ready` the time from the start of `stage` until all engines serve the version, `pause`
+the time of the swap, `step` that of a decode step. "delta, all weights" is the `delta` link to engines without a
+version. `checkpoint` needs files that both hosts can read: here the trainer's host sends each file over the link in
+one plain TCP stream, and the engine reads its copy, as from a network file system. `sent` is what left the trainer's
+namespace. `trainer` and `engine` are the bytes by which the memory of these processes rose in a publish, at most, per
+changed element.
 """
 
 from __future__ import annotations
@@ -47,9 +50,11 @@ from slipstream.runtime.addresses import ADDRESS
 from slipstream.sync.blocks import words
 from slipstream.sync.delta import DeltaReceiver
 from slipstream.sync.link import find_link
+from slipstream.sync.prediction import displacement
 
 HOSTS = ("10.97.0.1", "10.97.0.2")
 ALL_WEIGHTS = "delta, all weights"
+CHANGES = ("changed", "learning_rate", "every", "moving")
 
 
 def configuration(model: str, link: str) -> Config:
@@ -84,14 +89,37 @@ def change_elements(parameters: Iterable[torch.Tensor], share: float, generator:
         bits[places] += torch.randint(0, 2, (count,), generator=generator).to(bits.dtype) * 2 - 1
 
 
+class Masters:
+    """Float32 weights that round to `parameters`, and move as by `steps` of AdamW on gradients of noise."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], rate: float, steps: int, moving: float) -> None:
+        self._seed = torch.Generator().manual_seed(0)
+        self._size = rate * displacement(steps, taken=1000, beta1=0.9)
+        self._pairs = []
+        for parameter in parameters:
+            spacing = (torch.nextafter(parameter, torch.full_like(parameter, torch.inf)) - parameter).float()
+            between = torch.rand(parameter.shape, generator=self._seed) - 0.5
+            moves = torch.rand(parameter.shape, generator=self._seed) < moving
+            self._pairs.append((parameter, parameter.float() + 0.99 * between * spacing, moves))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, master, moves in self._pairs:
+            moved = self._size * moves * torch.randn(master.shape, generator=self._seed)
+            parameter.copy_(master.add_(moved))
+
+
 class TrainerEnd(Memory):
     """Weights that change as in training, and the sender of a link."""
 
-    def __init__(self, model: str, link: str, changed: float, engines: int, scratch: str) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
+        model, link, scratch, engines = options.model, options.link, options.trainer, options.engines
         config = configuration(model, link)
         loaded = load_model(config.model, config.lora, device=torch.device("cpu"), dtype=torch.bfloat16)
-        self._parameters, self._changed = trained_parameters(loaded), changed
+        self._parameters, self._changed = trained_parameters(loaded), options.changed
+        training = options.learning_rate, options.every, options.moving
+        self._masters = Masters(self._parameters.values(), *training) if options.learning_rate else None
         self._sender = find_link(config.sync.link)[0](self._parameters, config, Path(scratch), engines)
         self._seed = torch.Generator().manual_seed(0)
         self._files = socket.create_server((os.environ[ADDRESS], 0)) if link == "checkpoint" else None
@@ -112,7 +140,10 @@ class TrainerEnd(Memory):
         return self._sender.connection_info()
 
     def change(self) -> None:
-        change_elements(self._parameters.values(), self._changed, self._seed)
+        if self._masters:
+            self._masters.step()
+        else:
+            change_elements(self._parameters.values(), self._changed, self._seed)
 
     def stage(self, version: int) -> Any:
         self._sender.before_update()
@@ -262,8 +293,8 @@ def sent(namespace: str) -> int:
 
 def measure(options: argparse.Namespace, link: str, names: tuple[str, str], scratch: str) -> dict[str, Any]:
     common = (options.model, "--link", link)
-    trainer = Remote(names[0], HOSTS[0], *common, "--trainer", scratch, "--changed", str(options.changed),
-                     "--engines", str(options.engines))  # fmt: skip
+    given = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in CHANGES]
+    trainer = Remote(names[0], HOSTS[0], *common, "--trainer", scratch, "--engines", str(options.engines), *given)
     engines = [Remote(names[1], HOSTS[1], *common, "--engine", f"{scratch}/copies{i}") for i in range(options.engines)]
     try:
         for end in (trainer, *engines):
@@ -301,10 +332,12 @@ def publish(version: int, trainer: Remote, engines: list[Remote], namespace: str
         thread.join()
     trainer.call("release")
     ready = max(reply["ended"] for reply in replies) - began
-    changed = (sizes or {"changed": 1.0})["changed"] * elements or 1
+    share = (sizes or {"changed": 1.0})["changed"]
+    changed = share * elements or 1
     return {
         "held_s": held - began, "ready_s": ready, "pause_ms": 1000 * max(r["pause"] for r in replies),
         "step_ms": 1000 * max(r["step"] for r in replies), "sent_mb": (sent(namespace) - before) / 1e6,
+        "changed": share,
         "trainer_bytes": trainer.call("rise") / changed, "engine_bytes": max(e.call("rise") for e in engines) / changed,
     }  # fmt: skip
 
@@ -316,6 +349,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--rate", default="1gbit")
     found.add_argument("--engines", type=at_least_one, default=1)
     found.add_argument("--changed", type=float, default=0.01)
+    found.add_argument("--learning-rate", type=float, default=0.0)
+    found.add_argument("--every", type=at_least_one, default=1)
+    found.add_argument("--moving", type=float, default=1.0)
     found.add_argument("--publishes", type=at_least_one, default=6)
     found.add_argument("--json", type=Path)
     found.add_argument("--link", help=argparse.SUPPRESS)
@@ -327,7 +363,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     options = parser().parse_args()
     if options.trainer:
-        return serve(TrainerEnd(options.model, options.link, options.changed, options.engines, options.trainer))
+        return serve(TrainerEnd(options))
     if options.engine:
         return serve(EngineEnd(options.model, options.link, options.engine))
     found = []
@@ -337,7 +373,7 @@ def main() -> None:
                 found.append(measure(options, link, names, scratch))
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in found[-1].items()}, flush=True)
     if options.json:
-        kept = {name: getattr(options, name) for name in ("rate", "engines", "changed", "publishes")}
+        kept = {name: getattr(options, name) for name in ("rate", "engines", "publishes", *CHANGES)}
         options.json.write_text(
             json.dumps(conditions() | kept | {"model": Path(options.model).name, "links": found}, indent=1) + "\n"
         )

@@ -86,6 +86,18 @@ def test_retry_samples_again_under_the_new_version() -> None:
     assert ended.spans == [VersionSpan(1, 0, 50)]
 
 
+def test_recompute_computes_each_sequence_by_itself() -> None:
+    """Not all of them as one long sequence, in which each token would attend to those of the others."""
+    found = engine(slots=8)
+    for _ in range(8):
+        found.add(request(4000, 100))
+    found.advance(0.0)
+    before, busy = found.at, found.busy_s
+    found.swap(before, 1, 0.0, "recompute")
+    assert found.at - before == pytest.approx(8 * COST.prefill(4000))
+    assert found.busy_s - busy == pytest.approx(found.at - before)
+
+
 def test_a_shared_prompt_is_computed_once() -> None:
     times = []
     for shared in (True, False):

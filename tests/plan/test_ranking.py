@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.config.schema import ConfigError
 from slipstream.plan.hardware import GIB, Cluster, Rates, find_gpu
-from slipstream.plan.ranking import plan, rank, simulate
+from slipstream.plan.ranking import plan, rank, simulate, simulated_figures
 from slipstream.plan.shapes import from_config
 from slipstream.plan.splits import Problem, Split, can_shard_trainer, evaluate, splits
 from slipstream.plan.workload import Lengths
 from slipstream.trainers.tensor_parallel import plan_shards
-from tests.plan.cases import problem, work
+from tests.plan.cases import problem, scenario, work
 
 
 def test_the_first_split_is_the_fastest_and_fits() -> None:
@@ -55,6 +55,15 @@ def test_more_engines_help_where_generation_is_slower() -> None:
     few, more = (evaluate(problem(gpus=4 + n), Split("disaggregated", 4, "fsdp", 1, n, 1, 1)) for n in (1, 2))
     assert few.trainer_busy < 0.5
     assert more.tokens_per_s > 1.5 * few.tokens_per_s
+
+
+def test_the_end_of_a_run_is_not_taken_for_its_speed() -> None:
+    """At the end nothing is started: the last steps train on what is left, and wait for the longest completions."""
+    lengths = Lengths(256, 0.6, 2048)
+    short, long = (scenario(work(lengths, steps=steps), max_lag=4, slots=64) for steps in (14, 200))
+    wanted = simulated_figures(long, 4).tokens_per_s
+    assert simulated_figures(short, 4, goes_on=True).tokens_per_s == pytest.approx(wanted, rel=0.05)
+    assert simulated_figures(short, 4).tokens_per_s < 0.9 * wanted
 
 
 def test_measured_lengths_are_cut_at_the_limit() -> None:

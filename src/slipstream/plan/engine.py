@@ -104,8 +104,10 @@ class SimulatedEngine:
             self.active.clear()
             self.tokens = 0.0
         self.at = max(self.at, now) + pause
-        if in_flight == "recompute":
-            self.at += self.slow * self.cost.prefill(self.tokens)
+        if in_flight == "recompute" and self.active:
+            each = self.cost.prefill(self.tokens / len(self.active))
+            self.at += self.slow * len(self.active) * each
+            self.busy_s += self.slow * len(self.active) * each
         self.version = version
         self._swaps[0].append(self.steps)
         self._swaps[1].append(version)

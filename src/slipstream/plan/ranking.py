@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from slipstream.config.schema import ConfigError
 from slipstream.plan.scenario import Figures, Scenario
@@ -72,10 +73,15 @@ def distinct(plans: list[Plan]) -> list[Plan]:
     return list(seen.values())
 
 
-def simulated_figures(scenario: Scenario, warm: int = 0) -> Figures:
-    """Simulate a run. Figures leave out the first `warm` steps; 0: a third, at most `WARM_UP`."""
-    simulation = Simulation(scenario)
-    records = simulation.run()
+def simulated_figures(scenario: Scenario, warm: int = 0, goes_on: bool = False) -> Figures:
+    """Simulate a run. Figures leave out the first `warm` steps; 0: a third, at most `WARM_UP`.
+
+    A run that `goes_on` takes more steps than those of the scenario. In the last steps of one that ends, engines start
+    nothing more.
+    """
+    work, further = scenario.work, scenario.max_lag + 1 if goes_on else 0
+    simulation = Simulation(replace(scenario, work=replace(work, steps=work.steps + further)))
+    records = simulation.run()[: work.steps]
     warm = warm or min(WARM_UP, len(records) // 3)
     before, timed = records[warm - 1], records[warm:]
     seconds = timed[-1].end - before.end
@@ -98,7 +104,7 @@ def simulate(plan: Plan) -> None:
     if turns * batches > MAX_SIMULATED_TURNS or work.sampled * batches > MAX_SIMULATED_TOKENS:
         return
     steps = max(LEAST_STEPS, min(STEPS, MAX_SIMULATED_TURNS // turns))
-    for name, value in vars(simulated_figures(plan.scenario(steps))).items():
+    for name, value in vars(simulated_figures(plan.scenario(steps), goes_on=steps < work.steps)).items():
         setattr(plan, name, value)
     plan.source = "simulation"
 

@@ -46,13 +46,13 @@ def expected_changed_fraction(
     """
     spacing = 2.0 ** (torch.arange(EXPONENTS, dtype=torch.float64).clamp(min=1) - BIAS - MANTISSA_BITS)
     decay = learning_rate * weight_decay * steps * spacing * 2**MANTISSA_BITS * MEAN_MANTISSA
-    walk = learning_rate * _displacement(steps, taken, beta1)
+    walk = learning_rate * displacement(steps, taken, beta1)
     moved, damped = _crossing((walk**2 + decay**2).sqrt() / spacing), _crossing(decay / spacing)
     fractions = moving * moved + (1 - moving) * damped
     return float((fractions * exponents).sum() / exponents.sum())
 
 
-def _displacement(steps: int, taken: int, beta1: float) -> float:
+def displacement(steps: int, taken: int, beta1: float) -> float:
     """Standard deviation of the sum of `steps` updates after `taken`, in learning rates.
 
     An update is the bias-corrected mean of all gradients so far, over their standard deviation. Consecutive updates
