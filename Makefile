@@ -9,7 +9,7 @@ RUNTIME ?= local
 AGAIN = $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 .PHONY: demo calculator guessing nim words shapes gemma gsm8k study lint bench clean \
-	test test-main test-trackers test-verifiers test-verifiers4 test-gpu
+	test test-main test-trackers test-verifiers test-verifiers4 test-slow test-gpu
 
 demo: $(VENV)/installed-$(RUNTIME) ## a tiny model learns addition, in a few minutes on a CPU; RUNTIME=ray: on Ray
 	$(BIN)/python examples/demo.py --seed $(SEED) --runtime.kind $(RUNTIME)
@@ -20,14 +20,14 @@ calculator guessing nim words: $(VENV)/installed  ## a tiny model learns a game 
 shapes: $(VENV)/installed-dev    ## a tiny model learns to count squares in images, with vLLM, in a few minutes on a CPU
 	$(BIN)/python examples/shapes.py --seed $(SEED)
 
-test: $(VENV)/installed-dev      ## all tests; steps that need one core each run two at a time
+test: $(VENV)/installed-dev      ## all tests but those of test-slow and test-gpu; steps that need one core run two at a time
 	$(MAKE) -j 2 lint $(patsubst %,$(VENV)/%/installed,openenv verifiers verifiers4 trackers)
 	$(MAKE) test-main
 	$(MAKE) -j 2 test-trackers test-verifiers test-verifiers4
 
 test-main: $(VENV)/openenv/installed
 	$(BIN)/python -m pytest --cache-clear -n 2 --dist loadfile --no-loadscope-reorder --durations 15 \
-		-m 'not verifiers and not trackers' || $(AGAIN)
+		-m 'not verifiers and not trackers and not slow' || $(AGAIN)
 
 test-trackers: $(VENV)/trackers/installed
 	$(VENV)/trackers/bin/python -m pytest -p no:cacheprovider -m trackers tests/observe/test_tracker_libraries.py
@@ -35,6 +35,9 @@ test-trackers: $(VENV)/trackers/installed
 test-verifiers test-verifiers4: test-%: $(VENV)/%/installed
 	$(VENV)/$*/bin/python -m pytest -p no:cacheprovider -m verifiers \
 		tests/environments/test_libraries.py tests/e2e/test_theirs.py
+
+test-slow: $(VENV)/installed-dev ## tests that take minutes, which `make test` leaves out
+	$(BIN)/python -m pytest -m slow tests
 
 test-gpu: $(VENV)/installed-dev ## the tests of trainer and delta link on a GPU
 	SLIPSTREAM_TEST_GPU=1 $(BIN)/python -m pytest tests/trainers/test_gpu.py tests/trainers/test_trainer.py \

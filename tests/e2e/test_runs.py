@@ -105,7 +105,7 @@ def train(model: Path, directory: Path, popen: Any = warm.Command, **more: Any) 
     return summary
 
 
-def events_agree_with_the_records(directory: Path) -> None:
+def events_agree_with_the_records(directory: Path, kills: int = 0) -> None:
     run = load_run(directory)
     found, last = timeline(run), run.metrics[-1]
     engine, close = found.tracks["engine 0"], functools.partial(pytest.approx, rel=0.01, abs=0.005)
@@ -120,7 +120,8 @@ def events_agree_with_the_records(directory: Path) -> None:
     pauses = [1000 * max(end - start for _, start, end in event["pauses"]) for event in publishes]
     recorded = [m["sync/pause_ms"] for m in run.metrics if m["sync/pause_ms"]]
     assert recorded and all(any(pause == close(found) for found in pauses) for pause in recorded)
-    assert {event["version"] for event in publishes} == {*range(last["version"] + 1)}
+    # A checkpoint may be written before the publish of its version has ended, and a kill ends both.
+    assert len({*range(last["version"] + 1)} - {event["version"] for event in publishes}) <= kills
     visits = {e["visit_id"]: e for e in run.events if e["kind"] == "group"}
     steps = {e["step"]: e for e in run.events if e["kind"] == "step"}
     assert list(steps) == [m["step"] for m in run.metrics] == [e["step"] for e in run.events if e["kind"] == "step"]
@@ -216,7 +217,7 @@ def test_killed_and_resumed_runs_lose_nothing(model: Path, tmp_path: Path, seed:
     killed = kill.run_with_kills(model, tmp_path / "killed", max_lag, rng, 2, warm.Command, workers)
     assert len(killed) == 2 and any(step > 4 for _, step in killed), "no kill came after the first checkpoint"
     kill.audit(tmp_path / "killed")
-    events_agree_with_the_records(tmp_path / "killed")
+    events_agree_with_the_records(tmp_path / "killed", kills=2)
     if max_lag == 0:
         kill.run_with_kills(model, tmp_path / "undisturbed", 0, rng, 0, warm.Command)
         assert kill.same_bits(kill.weights(tmp_path / "killed"), kill.weights(tmp_path / "undisturbed"))

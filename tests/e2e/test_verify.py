@@ -72,7 +72,7 @@ def test_the_change_is_enlarged_for_a_model_that_repeats_its_last_token(tmp_path
             ],
             0,
             "tensor parallel 1, pipeline parallel 2, float32",
-            marks=[needs_vllm, pytest.mark.timeout(600)],  # beside other load its stages wait for each other
+            marks=[needs_vllm, pytest.mark.slow, pytest.mark.timeout(600)],  # imports vLLM in nine processes
         ),
         pytest.param(
             [
