@@ -436,7 +436,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--links", nargs="+", default=[*SHARES], choices=[*SHARES])
     found.add_argument("--kinds", nargs="+", default=[*COMMON, *KINDS["Delta"]], help="of faults")
     found.add_argument("--seed", type=int, default=0)
-    found.add_argument("--verify", default="full", choices=["full", "off"], help="sync.verify")
+    found.add_argument("--verify", default="full", choices=["full", "sampled", "off"], help="sync.verify")
     found.add_argument("--json", type=Path)
     return found
 
