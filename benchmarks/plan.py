@@ -8,7 +8,8 @@ shapes and the GPU table alone, `rate` with those rates as calibration, and `bou
 values of the sampled tokens can be read at the full bandwidth of the data sheet.
 
 `runs`: whole runs of this folder. `shapes` predicts from shape and GPU, `fitted` from the run's time of an optimizer
-step, of a gap between two steps, and of a generated token: what is predicted is how the sides wait for each other.
+step, of a gap between two steps, and of a token that an engine samples while it is busy: what is predicted is how the
+sides wait for each other.
 
 `public`: series of runs that others published, calibrated on the first of each series.
 
@@ -136,14 +137,14 @@ def predict(problem: Problem, split: Split, record: dict[str, Any]) -> Figures:
     if problem.rates.measured_decode:  # beside the trainer, which includes its slowdown
         scenario = replace(scenario, shared_slowdown=1.0)
         if split.placement == "colocated":
-            hold = replace(scenario.publish, transfer=record["ready_s"], hold=record["publish_and_rest_s"])
-            scenario = replace(scenario, publish=hold)
-    return simulated_figures(scenario, len(record["each"]) - record["steps"], goes_on=True)
+            publish = replace(scenario.publish, transfer=record["ready_s"], hold=record["publish_and_rest_s"])
+            scenario = replace(scenario, publish=publish)
+    return simulated_figures(scenario, len(record["each"]) - record["steps"], continues=True)
 
 
 def fitted(record: dict[str, Any], problem: Problem, split: Split) -> Rates:
     """Training and gaps by their medians; decode steps are those of the shape, times a factor by which engines sample
-    as many tokens in a busy second as in the run. A gap of colocated engines and trainer is their turn."""
+    as many tokens in a busy second as in the run. Colocated engines and trainer take turns in the gap."""
     engine, slots = evaluate(problem, split).engine, problem.slots
     few, many = (engine.step(count, count * problem.work.context) for count in (slots / 4, slots))
     each = (many - few) / (slots - slots / 4)

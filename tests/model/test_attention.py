@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slipstream.model.attention import Segments, attend
+from slipstream.model.attention import Segments, _repeat_heads, attend
 from slipstream.model.device import current_device
 
 # Query ranges and their key ranges: one prompt with two completions, and a sequence of its own, in one row.
@@ -34,3 +34,13 @@ def test_attention_without_a_float32_kernel_equals_cpu_attention(window: int | N
     pairs = zip(*(torch.autograd.grad(out, (q, k, v), gradient.to(out.device)) for out in (found, wanted)), strict=True)
     for got, plain in pairs:
         torch.testing.assert_close(got, plain)
+
+
+def test_query_heads_share_keys_in_order() -> None:
+    """Heads 0 to 2 have the first keys, 3 to 5 the second, as in a Hugging Face model."""
+    rows = torch.randn(7, 2, 5, dtype=torch.float64, requires_grad=True)
+    found, wanted = _repeat_heads(rows, 6), rows.repeat_interleave(3, 1)
+    assert torch.equal(found, wanted)
+    weights = torch.randn_like(wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(out, rows, weights)[0] for out in (found, wanted)))
+    assert _repeat_heads(rows, 2) is rows

@@ -295,8 +295,9 @@ class Proxy:
                     data[flip - 1 - passed] ^= 1
                 time.sleep(len(data) / self.rate)
                 target.sendall(data[: limit - passed])
+                if source.getpeername() == self._address:
+                    self.answered += min(len(data), limit - passed)
                 passed += len(data)
-                self.answered += len(data) if target.getpeername() != self._address else 0
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -28,7 +29,7 @@ from slipstream.errors import InvalidInput
 from slipstream.generators.served_weights import ServedWeights, local_shards
 from slipstream.model.inspection import trained_parameters
 from slipstream.runtime.addresses import ADDRESS
-from slipstream.sync import adapters, frames, nccl_direct
+from slipstream.sync import adapters, frames, nccl_direct, shared
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import ParameterShard, PublishHandle, find_link
 from slipstream.trainers.master_weights import compute_on
@@ -518,3 +519,30 @@ def test_publishes_measure_time_by_a_clock_that_can_not_be_set_back() -> None:
     paths = itertools.chain(*((source / package).rglob("*.py") for package in packages))
     found = {str(path.relative_to(source)) for path in paths if wall.search(path.read_text())}
     assert found <= {"controller/control.py", "runtime/run_directory.py"}
+
+
+@pytest.mark.parametrize("error", [0, 1])
+def test_memory_that_cuda_does_not_lock_is_used_as_it_is(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory that was locked is unlocked once, even if CUDA then reports an error of the device."""
+    calls = list[str]()
+
+    class Runtime:
+        def cudaHostRegister(self, *_: int) -> int:
+            calls.append("lock")
+            return error
+
+        def cudaHostUnregister(self, _: int) -> int:
+            calls.append("unlock")
+            return 700
+
+    monkeypatch.setattr(shared, "_cuda_runtime", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(16)))
+    files = shared.SharedFiles(torch.device("cuda"))
+    assert files.map(path).tolist() == files.map(path).tolist() == [*range(16)]
+    files.close()
+    assert calls == (["lock"] if error else ["lock", "unlock"])
+    assert ("can't page-lock 0.0 GB (error 1)" in capsys.readouterr().err) == bool(error)

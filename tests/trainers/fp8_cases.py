@@ -15,18 +15,19 @@ def compare_with_plain_operations() -> None:
     for dtype in (fp8.WEIGHT_DTYPE, fp8.GRADIENT_DTYPE):
         for size in (0.0, 1e-30, 1.0, 1e30):
             matrix = size * torch.randn(70, 36, generator=draw)
-            assert fp8_kernels.quantize(matrix, dtype)[2] == fp8.quantize(matrix, dtype)[2]
+            assert fp8_kernels.quantize(matrix, dtype, fp8.LEAST_MAXIMUM)[2] == fp8.quantize(matrix, dtype)[2]
         matrix = torch.randn(70, 36, generator=draw).to(dtype).float()
         matrix[41, 7] = -torch.finfo(dtype).max  # so the scale is 1
-        for found, wanted in zip(fp8_kernels.quantize(matrix, dtype), fp8.quantize(matrix, dtype), strict=True):
-            assert torch.equal(found.float(), wanted.float())
+        found = fp8_kernels.quantize(matrix, dtype, fp8.LEAST_MAXIMUM)
+        for one, wanted in zip(found, fp8.quantize(matrix, dtype), strict=True):
+            assert torch.equal(one.float(), wanted.float())
 
 
 def pass_on_what_is_not_finite() -> None:
     for value in (torch.nan, torch.inf, -torch.inf):
         matrix = torch.ones(64, 36)
         matrix[-1, -1] = value
-        assert not fp8_kernels.quantize(matrix, fp8.WEIGHT_DTYPE)[2].isfinite()
+        assert not fp8_kernels.quantize(matrix, fp8.WEIGHT_DTYPE, fp8.LEAST_MAXIMUM)[2].isfinite()
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def attend(
 def _repeat_heads(rows: Tensor, heads: int) -> Tensor:
     """Keys or values `[tokens, heads that share one, size]` for each of the `heads` of queries.
 
-    Torch's kernel computes gradients for each head, and sums those of heads that share keys four times slower than
-    compiled code does.
+    Torch's kernel computes gradients for each head, and sums those of heads that share keys more slowly than compiled
+    code does.
     """
     sharing = heads // rows.shape[1]
     return rows if sharing == 1 else rows[:, :, None].expand(-1, -1, sharing, -1).flatten(1, 2)

@@ -73,13 +73,13 @@ def distinct(plans: list[Plan]) -> list[Plan]:
     return list(seen.values())
 
 
-def simulated_figures(scenario: Scenario, warm: int = 0, goes_on: bool = False) -> Figures:
+def simulated_figures(scenario: Scenario, warm: int = 0, continues: bool = False) -> Figures:
     """Simulate a run. Figures leave out the first `warm` steps; 0: a third, at most `WARM_UP`.
 
-    A run that `goes_on` takes more steps than those of the scenario. In the last steps of one that ends, engines start
-    nothing more.
+    A run that `continues` takes more steps than those of the scenario. In the last steps of one that ends, engines
+    start nothing more.
     """
-    work, further = scenario.work, scenario.max_lag + 1 if goes_on else 0
+    work, further = scenario.work, scenario.max_lag + 1 if continues else 0
     simulation = Simulation(replace(scenario, work=replace(work, steps=work.steps + further)))
     records = simulation.run()[: work.steps]
     warm = warm or min(WARM_UP, len(records) // 3)
@@ -99,12 +99,13 @@ def simulated_figures(scenario: Scenario, warm: int = 0, goes_on: bool = False) 
 
 def simulate(plan: Plan) -> None:
     """Replace the figures of a plan by those of a simulation; keep them if it would have too many turns or tokens."""
-    work, batches = plan.problem.work, LEAST_STEPS + plan.split.max_lag
+    work, after = plan.problem.work, plan.split.max_lag + 1  # steps after those of the figures
+    batches = LEAST_STEPS + after
     turns = work.rollouts * work.turns
     if turns * batches > MAX_SIMULATED_TURNS or work.sampled * batches > MAX_SIMULATED_TOKENS:
         return
-    steps = max(LEAST_STEPS, min(STEPS, MAX_SIMULATED_TURNS // turns))
-    for name, value in vars(simulated_figures(plan.scenario(steps), goes_on=steps < work.steps)).items():
+    steps = max(LEAST_STEPS, min(STEPS, MAX_SIMULATED_TURNS // turns - after))
+    for name, value in vars(simulated_figures(plan.scenario(steps), continues=steps < work.steps)).items():
         setattr(plan, name, value)
     plan.source = "simulation"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -133,12 +134,14 @@ def free_shared_file(handle: int, path: str) -> None:
 class SharedFiles:
     """Shared files that this process has mapped, each once, and page-locked if they are for a GPU.
 
-    A GPU copies memory that is not page-locked at a fraction of its rate.
+    A GPU copies memory that is not page-locked at a fraction of its rate. If CUDA refuses to lock it, a warning says
+    so.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._lock = device.type == "cuda"
+        self._device = device
         self._mapped: dict[tuple[str, int], Tensor] = {}  # by path and inode: a path may come to name another file
+        self._locked: set[tuple[str, int]] = set()
 
     def map(self, path: Path) -> Tensor:
         """The bytes of a file. Files that are gone are unmapped."""
@@ -147,9 +150,9 @@ class SharedFiles:
             for gone in [each for each in self._mapped if not Path(each[0]).exists()]:
                 self._unmap(gone)
             memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
-            if self._lock:
-                _validate(_cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE))
             self._mapped[key] = memory
+            if self._device.type == "cuda":
+                self._lock(key, memory)
         return self._mapped[key]
 
     def close(self) -> None:
@@ -158,15 +161,19 @@ class SharedFiles:
 
     def _unmap(self, key: tuple[str, int]) -> None:
         memory = self._mapped.pop(key)
-        if self._lock:
-            _validate(_cuda_runtime().cudaHostUnregister(memory.data_ptr()))
+        if key in self._locked:
+            self._locked.remove(key)
+            with torch.cuda.device(self._device):
+                _cuda_runtime().cudaHostUnregister(memory.data_ptr())  # fails after any other error of the device
+
+    def _lock(self, key: tuple[str, int], memory: Tensor) -> None:
+        with torch.cuda.device(self._device):
+            if error := int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)):
+                size = f"{memory.nbytes / 1e9:.1f} GB"
+                print(f"warning: CUDA can't page-lock {size} (error {error}), so copies are slow", file=sys.stderr)
+            else:
+                self._locked.add(key)
 
 
 def _cuda_runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _validate(status: Any) -> None:
-    """Raise `RuntimeError` if a call of CUDA's runtime failed."""
-    if int(status):
-        raise RuntimeError(f"CUDA can't page-lock memory that is shared with another process: error {int(status)}")

@@ -97,7 +97,7 @@ def quantize(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     if matrix.is_cuda:
         from slipstream.trainers import fp8_kernels
 
-        return fp8_kernels.quantize(matrix.contiguous(), dtype)
+        return fp8_kernels.quantize(matrix.contiguous(), dtype, LEAST_MAXIMUM)
     largest, limit = torch.linalg.vector_norm(matrix, torch.inf, dtype=torch.float32), torch.finfo(dtype).max
     scale = largest.clamp(min=LEAST_MAXIMUM) / limit
     rows = (matrix.float() / scale).clamp(-limit, limit).to(dtype)

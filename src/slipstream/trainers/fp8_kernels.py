@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.trainers.fp8 import LEAST_MAXIMUM
-
 PROGRAMS, BLOCK = 512, 8192  # of the search for the largest element, and elements that a program reads at once
 ROWS, COLUMNS, WARPS = 128, 128, 8  # the tile and the warps of a program that casts
 
@@ -44,14 +42,14 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     tl.store(by_columns + tl.trans(second * rows + first), tl.trans(cast), mask=tl.trans(inside))
 
 
-def quantize(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """As `fp8.quantize`, of a contiguous matrix."""
+def quantize(matrix: Tensor, dtype: torch.dtype, least: float) -> tuple[Tensor, Tensor, Tensor]:
+    """As `fp8.quantize`, of a contiguous matrix whose largest element counts as `least`, if it is smaller."""
     rows, columns = matrix.shape
     found = matrix.new_empty(PROGRAMS, dtype=torch.int32)
     _largest_kernel[(PROGRAMS,)](matrix, found, matrix.numel(), PROGRAMS, BLOCK, num_warps=8)
     outputs = matrix.new_empty(rows, columns, dtype=dtype), matrix.new_empty(columns, rows, dtype=dtype)
     scale = matrix.new_empty((), dtype=torch.float32)
-    limits = {"LEAST": LEAST_MAXIMUM, "LIMIT": torch.finfo(dtype).max, "PROGRAMS": PROGRAMS}
+    limits = {"LEAST": least, "LIMIT": torch.finfo(dtype).max, "PROGRAMS": PROGRAMS}
     grid, tile = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS)), {"ROWS": ROWS, "COLUMNS": COLUMNS}
     _cast_kernel[grid](matrix, found, *outputs, scale, rows, columns, **limits, **tile, num_warps=WARPS)
     return *outputs, scale

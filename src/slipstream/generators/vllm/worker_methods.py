@@ -40,7 +40,7 @@ MAX_FINISHED = 1 << 12  # finished requests remembered since the last swap; outp
 
 
 class BlockingWeights:
-    """As `ServedWeights`, of weights that vLLM's own transfer engine receives while forward passes wait."""
+    """The interface of `ServedWeights`. vLLM's own transfer engine receives weights while forward passes wait."""
 
     def __init__(self, receiver: NcclDirectReceiver, shards: Mapping[str, ParameterShard]) -> None:
         self._receiver, self._shards = receiver, shards
