@@ -76,6 +76,35 @@ def truth_and_own_distance(path: Path) -> tuple[dict[str, Tensor], float]:
     return exact, distance(own_gradient(path, batch_of_groups(), torch.bfloat16), exact)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_kernels_of_the_head_compute_what_float64_does(masked: bool) -> None:
+    from slipstream.model import head_kernels
+
+    draw = torch.Generator("cuda").manual_seed(0)
+    logits = 3 * torch.randn(70, 20_000, device="cuda", generator=draw, dtype=torch.float64)
+    logits = logits.bfloat16().double()
+    targets, temperatures = torch.arange(70, device="cuda") * 281, torch.linspace(0.5, 1.5, 70, device="cuda")
+    excluded = torch.rand(logits.shape, device="cuda", generator=draw) < 0.5 if masked else None
+    if excluded is not None:
+        excluded[torch.arange(70), targets] = False
+    exact = logprobs.logprobs_and_entropy(logits, targets, temperatures.double(), excluded)
+    found = head_kernels.logprobs_and_entropy(logits.bfloat16(), targets, temperatures, excluded)
+    for one, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(one.double(), wanted, rtol=1e-5, atol=1e-5)
+    scale = torch.linspace(-1, 1, 70, device="cuda")
+    wanted = logprobs.logit_gradients(logits, targets, temperatures.double(), excluded, exact[1], scale.double())
+    by_kernel = head_kernels.logit_gradients(logits.bfloat16(), targets, temperatures, excluded, found[1], scale)
+    assert (by_kernel.double() - wanted).norm() < 1.01 * (wanted.bfloat16().double() - wanted).norm()
+
+
+@pytest.mark.parametrize("dtype", [fp8.WEIGHT_DTYPE, fp8.GRADIENT_DTYPE])
+def test_a_matrix_is_quantized_as_on_a_cpu(dtype: torch.dtype) -> None:
+    matrix = torch.randn(304, 208, generator=torch.Generator().manual_seed(0)).bfloat16()
+    wide = torch.cat([matrix, matrix], 1).cuda()  # of which a part is not contiguous
+    for here, there in zip(fp8.quantize(matrix, dtype), fp8.quantize(wide[:, :208], dtype), strict=True):
+        torch.testing.assert_close(there.cpu().float(), here.float(), rtol=0.13, atol=0)  # a step, where a tie rounds
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_gradient_error_is_no_larger_than_that_of_unpacked_passes(saved: Path, way: str) -> None:
     flags = ("--model.dtype=auto", "--trainer.gradient_clip=0", '--algorithm.loss={name="reinforce"}')
@@ -120,35 +149,6 @@ def test_the_compiled_update_is_that_of_plain_operations(dtype: torch.dtype) -> 
     for plain, compiled in zip(*ways, strict=True):
         apart = (plain.float() - compiled.float()).abs() > 1e-6 * plain.float().abs()
         assert apart.float().mean() < 1e-3
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_kernels_of_the_head_compute_what_float64_does(masked: bool) -> None:
-    from slipstream.model import head_kernels
-
-    draw = torch.Generator("cuda").manual_seed(0)
-    logits = 3 * torch.randn(70, 20_000, device="cuda", generator=draw, dtype=torch.float64)
-    logits = logits.bfloat16().double()
-    targets, temperatures = torch.arange(70, device="cuda") * 281, torch.linspace(0.5, 1.5, 70, device="cuda")
-    excluded = torch.rand(logits.shape, device="cuda", generator=draw) < 0.5 if masked else None
-    if excluded is not None:
-        excluded[torch.arange(70), targets] = False
-    exact = logprobs.logprobs_and_entropy(logits, targets, temperatures.double(), excluded)
-    found = head_kernels.logprobs_and_entropy(logits.bfloat16(), targets, temperatures, excluded)
-    for one, wanted in zip(found, exact, strict=True):
-        torch.testing.assert_close(one.double(), wanted, rtol=1e-5, atol=1e-5)
-    scale = torch.linspace(-1, 1, 70, device="cuda")
-    wanted = logprobs.logit_gradients(logits, targets, temperatures.double(), excluded, exact[1], scale.double())
-    by_kernel = head_kernels.logit_gradients(logits.bfloat16(), targets, temperatures, excluded, found[1], scale)
-    assert (by_kernel.double() - wanted).norm() < 1.01 * (wanted.bfloat16().double() - wanted).norm()
-
-
-@pytest.mark.parametrize("dtype", [fp8.WEIGHT_DTYPE, fp8.GRADIENT_DTYPE])
-def test_a_matrix_is_quantized_as_on_a_cpu(dtype: torch.dtype) -> None:
-    matrix = torch.randn(304, 208, generator=torch.Generator().manual_seed(0)).bfloat16()
-    wide = torch.cat([matrix, matrix], 1).cuda()  # of which a part is not contiguous
-    for here, there in zip(fp8.quantize(matrix, dtype), fp8.quantize(wide[:, :208], dtype), strict=True):
-        torch.testing.assert_close(there.cpu().float(), here.float(), rtol=0.13, atol=0)  # a step, where a tie rounds
 
 
 @pytest.mark.parametrize(
