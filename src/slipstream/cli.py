@@ -1,4 +1,4 @@
-"""The command line: parses arguments, calls the library, prints results."""
+"""The command line: parses arguments, runs a command of `commands`, prints errors, returns the exit status."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ Every option of a run is --section.option VALUE; `slipstream config` lists them 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0 success, 1 the run failed, 2 an argument or option is wrong."""
+    """Run one command.
+
+    Returns the exit status: 0 success, 1 the run failed, 2 an argument or option is wrong, 130 Ctrl-C.
+    """
     joined = join_flags(sys.argv[1:] if arguments is None else arguments)
     given = [word for word in joined if word.startswith("--") and "." in word.partition("=")[0]]
     options, unknown = parser().parse_known_args([word for word in joined if word not in given])

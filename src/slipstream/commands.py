@@ -91,7 +91,7 @@ def evaluate(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.tools.evaluate import evaluate_policy, validate_policy
 
     if options.against:
-        with _errors_name("--against"):
+        with _prefix_errors("--against"):
             against = with_policy(config, options.against, name)
             validate_policy(against)
     found = [evaluate_policy(config, name)]
@@ -99,14 +99,14 @@ def evaluate(options: argparse.Namespace, flags: list[str]) -> None:
         if options.rollouts:
             found[0].write_rollouts(options.rollouts)
         if options.against:
-            with _errors_name("--against"):
+            with _prefix_errors("--against"):
                 found.append(evaluate_policy(against, name))
     finally:  # the first result is kept if the second evaluation fails
         _print_evaluations(options, found)
 
 
 @contextmanager
-def _errors_name(option: str) -> Iterator[None]:
+def _prefix_errors(option: str) -> Iterator[None]:
     """Begin the message of user errors with the name of an option."""
     try:
         yield

@@ -157,9 +157,10 @@ def make_batch(
 ) -> Batch:
     """The batch of these groups for a step on `version`, with advantages over each role of each group.
 
-    `parts` are weights of metrics that replace the reward; `penalty`, of a
-    rollout and the label of its environment, is added to either. A rollout that is `left_out`
-    counts for the baseline and is not trained on. `process` is the weight of the rewards of steps, added per token.
+    `parts` are weights of metrics that replace the reward: the advantages of each metric are computed alone, and their
+    weighted sum is used. `penalty`, of a rollout and the label of its environment, is added to the reward, or with
+    `parts`, less its mean in the group, to that sum. A rollout that is `left_out` counts for the baseline, and has the
+    advantage NaN: it is not trained on. `process` is the weight of the rewards of steps, added per token.
     Raises `ValueError` if `strict` and no rollout has a named part, or rewards of steps.
     """
     peers = [  # groups of one role

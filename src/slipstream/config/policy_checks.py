@@ -1,4 +1,4 @@
-"""Cross-checks of `[[policies]]`."""
+"""Checks of `[[policies]]`: their names, and options that several policies exclude or require."""
 
 from __future__ import annotations
 

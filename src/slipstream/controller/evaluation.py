@@ -51,9 +51,9 @@ RECORDED_TASKS = 200  # tasks whose outcomes are recorded
 
 
 async def evaluate_if_due(run: RunContext, tokens: int) -> None:
-    """Start an evaluation if one is due, by steps or tokens. `tokens` is the number of tokens of the last step.
+    """Start an evaluation if one is due, by steps or tokens. `tokens` are those of the last step, already in `totals`.
 
-    Skips it, with a warning, while the one before is running. Waits for its end if `loop.max_lag` is 0.
+    Skips it, with a warning, while the one before is running. If `loop.max_lag` is 0, waits until the new one ends.
     """
     step, total = run.state.step, run.totals.tokens_trained
     every, every_tokens = run.config.evaluation.every, run.config.evaluation.every_tokens

@@ -191,7 +191,7 @@ def _no_column(name: str, columns: Sequence[str]) -> str:
 
 
 def _read_csv(path: Path) -> list[Numbered]:
-    """Rows of a file with a header, all values as text.
+    """Rows after the header, numbered from 1, all values as text; one with too many or too few is a `ValueError`.
 
     The delimiter of a .tsv is a tab, that of a .csv the most frequent one in the header. Raises `ConfigError` for a
     file that is not CSV, or has two columns of one name.
@@ -204,12 +204,12 @@ def _read_csv(path: Path) -> list[Numbered]:
     try:
         if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
             raise ConfigError(f"{path}, line 1: more than one column is named {twice[0]!r}; rename them")
-        return [(number, _checked(row)) for number, row in enumerate(reader, 1)]
+        return [(number, _row_or_fault(row)) for number, row in enumerate(reader, 1)]
     except csv.Error as error:
         raise ConfigError(f"{path}, line {reader.line_num}: not CSV: {error}; correct it") from None
 
 
-def _checked(row: dict[Any, Any]) -> Any:
+def _row_or_fault(row: dict[Any, Any]) -> Any:
     """The row of a CSV file, or a `ValueError` if it has another number of values than the header."""
     more, less = len(row.get(None, ())), sum(value is None for value in row.values())
     columns = len(row) - (None in row)

@@ -144,7 +144,7 @@ class Sandbox:
                     report, errors = await asyncio.gather(process.stdout.read(), process.stderr.read())
             finally:
                 process.stdin.close()  # ends the sandbox if it still runs
-                await _wait(process)
+                await _wait_or_kill(process)
         if not report:
             reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
             raise SandboxFailed(f"the sandbox {kind} ended without a report: {reason[:200]}")
@@ -198,8 +198,8 @@ def isolation(kind: str) -> str:
     )
 
 
-async def _wait(process: Process) -> None:
-    """Wait for the end of a sandbox whose input was closed."""
+async def _wait_or_kill(process: Process) -> None:
+    """Wait for the end of a sandbox whose input was closed; kill it after `GRACE_S`."""
     try:
         async with asyncio.timeout(GRACE_S):
             await process.wait()

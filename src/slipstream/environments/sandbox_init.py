@@ -1,8 +1,9 @@
-"""The first process of a sandbox: isolates itself, runs one program within limits, and reports how the program ended.
+"""The first process of a sandbox: runs one program within limits, and reports how the program ended.
 
 This file's text is passed to a bare interpreter, so it imports little, and the standard library alone. A request
 comes by standard input and a report leaves by standard output, as Python literals. The program inherits neither, and
-can't read them through /proc. Process 1 of the sandbox's process namespace is this process: its end kills the rest.
+can't read them through /proc. This process makes the namespaces if `kind` is "namespaces"; bwrap has made them if it
+is "bwrap"; "rlimits" has none. In namespaces it is process 1: its end kills the rest.
 """
 
 from __future__ import annotations

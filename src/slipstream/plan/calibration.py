@@ -53,7 +53,7 @@ class Fit:
     overlaps: bool  # whether colocated engines sampled during steps
 
     def describe(self) -> str:
-        """The fit in one line."""
+        """The rates of decode and optimizer step, and their errors, in one line."""
         rates = self.rates
         return (
             f"decode step {1000 * rates.decode_fixed_s:.3g} ms + {1e6 * rates.decode_sequence_s:.3g} us a sequence "

@@ -256,7 +256,7 @@ class PublishCost:
 def publish_cost(
     shape: Shape, cluster: Cluster, rates: Rates, work: Workload, placement: str, tp: int, gpus: int
 ) -> PublishCost:
-    """The cost of a publish to engines on `gpus` GPUs in all, trainer included; nothing for `turn_cost`'s placement."""
+    """The cost of a publish to engines on `gpus` GPUs in all, trainer included; zeros if colocated."""
     size = BF16 * (shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.parameters)
     swap = 1e-3 + 2 * size / tp / (cluster.gpu.bandwidth * rates.bandwidth)
     if placement == "colocated":
@@ -274,11 +274,12 @@ def publish_cost(
     return PublishCost("nccl", sent, sent, swap, size / tp)
 
 
-def turn_cost(trainer: TrainerCost, free: float, overlaps: bool) -> PublishCost:
-    """The cost of a trainer's turn on the engines' GPUs, of which `free` bytes each are not the engines'.
+def colocated_turn_cost(trainer: TrainerCost, free: float, overlaps: bool) -> PublishCost:
+    """The cost of a turn of a colocated trainer apart from its step: sleep and wake-up of engines, and copies.
 
-    State that does not fit there goes to the host and back. Each rank gathers the weights, and engines copy them. If
-    the turn `overlaps` with generation, engines only pause for that.
+    `free` bytes of each GPU are not the engines'. State that does not fit there goes to the host and back. Each
+    rank gathers the weights, and engines copy them. If the turn `overlaps` with generation, engines only pause for
+    that.
     """
     shape, cluster, rank = trainer.shape, trainer.cluster, trainer.work.lora_rank
     size, state = BF16 * trainer.trained, trainer.lasting_state

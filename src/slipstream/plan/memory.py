@@ -145,9 +145,10 @@ def free_memory(config: Config, shape: Shape, gpus: int, gpu: Gpu) -> float:
 
 
 def _reference_bytes(config: Config, shape: Shape) -> float:
-    """Bytes of the KL reference on each GPU of the trainer, as `trainers.reference` holds it; 0.0 without a KL term.
+    """Bytes of the KL reference on each GPU of the trainer; 0.0 without a KL term.
 
-    With adapters only a reference of another model takes memory. It is estimated at the policy's size.
+    These are its weights, which only `fsdp` shards, and for "average" also the average in float32. With adapters only
+    a reference of another model takes memory. It is estimated at the policy's size.
     """
     algorithm, trainer = config.algorithm, config.trainer
     another = algorithm.reference not in ("start", "average")

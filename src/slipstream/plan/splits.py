@@ -14,8 +14,8 @@ from slipstream.plan.costs import (
     EngineCost,
     PublishCost,
     TrainerCost,
+    colocated_turn_cost,
     publish_cost,
-    turn_cost,
 )
 from slipstream.plan.hardware import GIB, Cluster, Rates
 from slipstream.plan.memory import HEADROOM, OPTIONS, SAFE, candidates, cheapest, single_copy_engine
@@ -185,7 +185,7 @@ def evaluate(problem: Problem, split: Split) -> Plan:
     place_memory(plan)
     if split.placement == "colocated":
         free = problem.cluster.gpu.memory - sum(plan.memory["engine"].values())
-        plan.publish = turn_cost(trainer, free, plan.overlaps)
+        plan.publish = colocated_turn_cost(trainer, free, plan.overlaps)
     if not plan.missing:
         choose_slots(plan)
         estimate(plan)

@@ -99,7 +99,10 @@ class WorkerServer:
         return number, method, arguments
 
     def _begin_all(self, calls: Sequence[Call]) -> None:
-        """Start the calls of one message together, so that no background work runs between them."""
+        """Start the calls of one message together, so that no background work runs between them.
+
+        A call without a method cancels the call of its number.
+        """
         for number, method, arguments in calls:
             if method is None:
                 if call := self._calls.get(number):

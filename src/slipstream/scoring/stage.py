@@ -146,7 +146,10 @@ class ScoringStage:
         return apply_answer(rollout, answer, self._options.weights)
 
     async def _ask(self, scorer: Scorer, task: Task, rollout: Rollout) -> Any:
-        """The scorer's answer. Raises `ScoringError` after `scoring.timeout`."""
+        """The scorer's answer, unchecked.
+
+        Raises `ScoringError` after `scoring.timeout`, or if the scorer exits (`SystemExit`); other errors pass.
+        """
         try:
             async with asyncio.timeout(self._timeout) as clock:
                 return await scorer.score(task, rollout)

@@ -1,7 +1,8 @@
 """The `nccl_direct` link: vLLM's weight transfer engine, which pauses an engine during the whole transfer.
 
 It needs no staging memory: use it if GPU memory is too small for `nccl`. The trainer needs vLLM. Ranks meet through a
-`rendezvous`. The model needs a mapping from the trainer's to vLLM's names, since checksums are compared.
+`rendezvous`. The model needs a mapping from the trainer's to vLLM's names (`map_parameters`): the transfer does
+without, but checksums are compared.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Per row: the token, its log-probability under the sampled distribution, and the tokens kept by top-k/top-p.
+    """Per row: the token, its log-probability under the sampled distribution (0.0 if greedy), and, if recorded, the
+    tokens kept by top-k/top-p, else None.
 
     A row whose logits are no distribution (a NaN, +inf, or -inf alone) gets an arbitrary token of the vocabulary and a
     log-probability that is not finite.
@@ -34,7 +35,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Sampling parameters of a fixed list of sequences, as columns `[rows, 1]`."""
+    """Samples for a fixed list of sequences, whose parameters are columns `[rows, 1]`."""
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device) -> None:
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
