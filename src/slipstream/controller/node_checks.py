@@ -57,9 +57,9 @@ class Examination:
 
 
 async def check_nodes(config: Config, directory: Path) -> None:
-    """Check the nodes before a run starts workers on them. Raises `RunError` with a line for each fault.
+    """Check the nodes of a run on Ray before it starts workers. Raises `RunError` with a line for each fault.
 
-    The bandwidth is what `measure_network` found for this run, else it is measured here.
+    The bandwidth between hosts is what `measure_network` has left in the runtime, used once; else it is measured here.
     """
     runtime = current_runtime()
     measured, runtime.bandwidth = runtime.bandwidth, {}

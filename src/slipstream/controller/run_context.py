@@ -88,7 +88,10 @@ class RunContext:
             )
 
     def rewind(self) -> None:
-        """Go back to the state before the first step. Called while no rollout is in flight."""
+        """Go back to the state before the first step, from which a restart of the trainer loads a checkpoint.
+
+        Called while no rollout is in flight.
+        """
         for environment in self.environments:
             environment.rewind()
         streams = [environment.stream for environment in self.environments]

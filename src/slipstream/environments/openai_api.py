@@ -116,6 +116,7 @@ class _Tool(BaseModel):
 
 
 def _validate_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A pydantic validator: the tool unchanged. Raises `PydanticCustomError` if it is no function with a name."""
     function = tool.get("function")
     fields = function if isinstance(function, dict) else {}
     kinds = {"name": str, "description": str | None, "parameters": dict | None}

@@ -225,7 +225,7 @@ def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
     outcome: Future[Any] = Future()
     outcome.set_running_or_notify_cancel()  # from now on a cancellation abandons the thread
 
-    def work() -> None:
+    def set_outcome() -> None:
         try:
             outcome.set_result(function())
         except Exception as raised:
@@ -233,7 +233,7 @@ def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
         except BaseException as raised:  # SystemExit would end more than the tool
             outcome.set_exception(RuntimeError(f"{type(raised).__name__}: {raised}"))
 
-    threading.Thread(target=work, daemon=True).start()
+    threading.Thread(target=set_outcome, daemon=True).start()
     return asyncio.wrap_future(outcome)
 
 

@@ -237,7 +237,7 @@ class WorkerEnvironment:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def rollout(self, task: Task, policy: Policy) -> Sequence[Rollout]:
-        """Play an episode in a worker. Raises `RolloutFailed`, `ConfigError`."""
+        """Play an episode in a worker. Raises `RolloutFailed`, `ScoringError`, `ConfigError`."""
         context = CURRENT_EPISODE.get()
         assert context, "`run_episode` plays episodes"
         number = next(_numbers)
@@ -290,7 +290,7 @@ class WorkerEnvironment:
         process.starting.result()
 
     def _must_leave(self, process: EpisodeProcess) -> bool:
-        """Whether a worker is dead, did not start, or retired here because of its memory."""
+        """Whether to replace a worker: dead, not started, or above the memory limit, at which it also retires it."""
         if process.process.dead or (process.starting.done() and not succeeded(process.starting)):
             self._alive.discard(process)
             return True

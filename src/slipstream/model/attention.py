@@ -56,15 +56,16 @@ class Segments:
     pairs: int
 
     @classmethod
-    def from_ranges(cls, runs: Sequence[SegmentRanges], device: torch.device) -> Segments:
-        queries, sizes = [len(q) for q, _ in runs], [sum(map(len, ks)) for _, ks in runs]
-        plain = all(ks == (q,) for q, ks in runs)
+    def from_ranges(cls, segments: Sequence[SegmentRanges], device: torch.device) -> Segments:
+        """The tensors of these segments of one row. `blocks` are made on the CPU only."""
+        queries, sizes = [len(q) for q, _ in segments], [sum(map(len, ks)) for _, ks in segments]
+        plain = all(ks == (q,) for q, ks in segments)
         return cls(
             query_bounds=concat_to_device([[0, *accumulate(queries)]], torch.int32, device),
             key_bounds=concat_to_device([[0, *accumulate(sizes)]], torch.int32, device),
             longest=(max(queries), max(sizes)),
-            keys=None if plain else concat_to_device([k for _, ks in runs for k in ks], torch.long, device),
-            blocks=_blocks(runs) if device.type == "cpu" else (),
+            keys=None if plain else concat_to_device([k for _, ks in segments for k in ks], torch.long, device),
+            blocks=_blocks(segments) if device.type == "cpu" else (),
             pairs=sum(q * (k - q) + q * (q + 1) // 2 for q, k in zip(queries, sizes, strict=True)),
         )
 

@@ -1,6 +1,7 @@
 """`slipstream watch`: the page of runs while they go on, and their last records for Prometheus, over HTTP.
 
-Everything comes from the run directories, which are read when somebody asks. Waits for requests and the disk.
+Everything comes from the run directories, which are read when somebody asks. The server waits for requests and the
+disk only.
 """
 
 from __future__ import annotations

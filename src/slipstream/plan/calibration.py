@@ -174,7 +174,7 @@ def _area(times: Array, upto: Array) -> Array:
 
 
 def own_scenario(found: Fit, config: Config, shape: Shape, steps: int = 40) -> Scenario:
-    """The simulation of the run itself, with its fitted rates."""
+    """The scenario of the run itself, with its fitted rates, to simulate `steps` steps of it."""
     loop, engines, sync = config.loop, config.generator, config.sync
     colocated = sync.placement == "colocated"
     work = Workload(found.prompt, found.completion, loop.groups_per_step, loop.group_size, steps, sync.every)

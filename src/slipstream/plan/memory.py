@@ -139,7 +139,7 @@ def _describe(cost: TrainerCost, best: TrainerCost, taken: Mapping[str, Any], fr
 
 
 def free_memory(config: Config, shape: Shape, gpus: int, gpu: Gpu) -> float:
-    """Bytes of a GPU for the trainer's estimate, without a KL reference and an engine that shares the GPU."""
+    """Bytes of a GPU that the trainer's estimate may take: all but a KL reference, an engine there, and a margin."""
     others = sum(_engine_parts(config, shape, gpus, gpu)) + _reference_bytes(config, shape)
     return SAFE * (gpu.memory - others) - HEADROOM
 

@@ -121,7 +121,7 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
         return step | codes | {f"{name}_scale": zeros(scale, torch.float32, BLOCK) for name in moments}
 
     def _cut(self, number: int) -> Iterator[Piece]:
-        """The pieces of a parameter; one for a matrix, of which Muon needs the whole."""
+        """The pieces in which each step updates a parameter; a single one for a matrix that Muon updates."""
         parameter = self._parameters[number]
         count, offset = local_part(parameter.detach()).numel(), _flat_offset(parameter)
         size = max(1, count) if number in self._matrices else self._piece

@@ -61,8 +61,8 @@ class VllmRequest:
     def parameters(self, context: int, eos: Collection[int], seeded: bool) -> dict[str, Any]:
         """vLLM's sampling parameters, by the names that its Python and HTTP interfaces share.
 
-        `context` is the most tokens of a sequence, and `eos` are the model's end tokens. Without `seeded`, vLLM does
-        not get the seed.
+        `context` is the most tokens of a sequence: `max_tokens` is at most what the prompt leaves of it. `eos` are the
+        model's end tokens. Without `seeded`, vLLM does not get the seed.
         """
         sampling = self.sampling
         return {
