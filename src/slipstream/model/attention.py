@@ -110,10 +110,10 @@ def attend(
 
 
 def _repeat_heads(rows: Tensor, heads: int) -> Tensor:
-    """Keys or values `[tokens, heads that share one, size]` for each of the `heads` of queries.
+    """Repeat keys or values `[tokens, key heads, size]` for each of `heads` query heads.
 
-    Torch's kernel computes gradients for each head, and sums those of heads that share keys more slowly than compiled
-    code does.
+    Torch's kernel computes gradients of keys for each query head. Its own sum over the query heads of a key head is
+    slower than that of compiled code.
     """
     sharing = heads // rows.shape[1]
     return rows if sharing == 1 else rows[:, :, None].expand(-1, -1, sharing, -1).flatten(1, 2)

@@ -24,7 +24,7 @@ def grouped_experts(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tenso
         out: Tensor = moe.grouped_mm_experts_forward(experts, tokens, chosen, weights)
         return out
     by_expert, order = chosen.flatten().sort(stable=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    inverse = inverse_permutation(order)
     ends = torch.searchsorted(by_expert, torch.arange(experts.num_experts, device=order.device), right=True)
     offsets, transposed = ends.int(), experts.is_transposed
     rows = DispatchRows.apply(tokens, order, inverse, chosen.shape[1])  # type: ignore[no-untyped-call]
@@ -32,6 +32,11 @@ def grouped_experts(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tenso
     outer = moe._grouped_linear(inner, experts.down_proj, offsets, is_transposed=transposed)
     returned: Tensor = ReorderRows.apply(outer, inverse, order)  # type: ignore[no-untyped-call]
     return (returned.view(*chosen.shape, -1) * weights[..., None]).sum(1).to(tokens.dtype)
+
+
+def inverse_permutation(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`: `rows[order][inverse]` equals `rows`."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class DispatchRows(torch.autograd.Function):

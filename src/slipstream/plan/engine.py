@@ -105,9 +105,10 @@ class SimulatedEngine:
             self.tokens = 0.0
         self.at = max(self.at, now) + pause
         if in_flight == "recompute" and self.active:
-            each = self.cost.prefill(self.tokens / len(self.active))
-            self.at += self.slow * len(self.active) * each
-            self.busy_s += self.slow * len(self.active) * each
+            count = len(self.active)
+            seconds = self.slow * count * self.cost.prefill(self.tokens / count)
+            self.at += seconds
+            self.busy_s += seconds
         self.version = version
         self._swaps[0].append(self.steps)
         self._swaps[1].append(version)

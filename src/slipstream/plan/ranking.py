@@ -76,8 +76,8 @@ def distinct(plans: list[Plan]) -> list[Plan]:
 def simulated_figures(scenario: Scenario, warm: int = 0, continues: bool = False) -> Figures:
     """Simulate a run. Figures leave out the first `warm` steps; 0: a third, at most `WARM_UP`.
 
-    A run that `continues` takes more steps than those of the scenario. In the last steps of one that ends, engines
-    start nothing more.
+    `continues`: the run takes more steps than the scenario. Otherwise it ends, and engines start no rollouts in its
+    last steps.
     """
     work, further = scenario.work, scenario.max_lag + 1 if continues else 0
     simulation = Simulation(replace(scenario, work=replace(work, steps=work.steps + further)))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
 
 from slipstream.config.schema import ConfigError
-from slipstream.model.experts import DispatchRows, ReorderRows
+from slipstream.model.experts import DispatchRows, ReorderRows, inverse_permutation
 from slipstream.model.inspection import expert_parameters
 from slipstream.trainers.master_weights import master_dtype
 
@@ -81,7 +81,7 @@ def _dispatch_and_combine(experts: Any, tokens: Tensor, chosen: Tensor, weights:
     """
     local_count, group, choices = experts.local_experts.count, experts.group, chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    inverse = inverse_permutation(order)
     expert_ids = chosen.flatten()[order]
     send_counts = torch.bincount(expert_ids // local_count, minlength=dist.get_world_size(group))
     receive_counts = torch.empty_like(send_counts)

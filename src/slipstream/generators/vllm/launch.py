@@ -208,7 +208,8 @@ def shared_gpu_arguments(config: Config, share: float) -> dict[str, Any]:
     """vLLM's engine arguments for this share of a GPU, which other processes use at the same time.
 
     vLLM compares the utilization with the free memory only, while the trainer compiles with more memory than its steps
-    take. So the utilization is tiny, and the cache has a size in bytes. Raises `ConfigError` if none is left for it.
+    take. Therefore the utilization is at most 0.01, and the cache has a size in bytes. Raises `ConfigError` if the
+    share leaves no memory for the cache.
     """
     cache = shared_cache_bytes(config, share, gpu_bytes())
     return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": min(share, 0.01)}
