@@ -41,7 +41,8 @@ Every option of a run is --section.option VALUE; `slipstream config` lists them 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Returns the exit status: 0 success, 1 the run failed, 2 an argument or option is wrong, 130 Ctrl-C.
+    Returns the exit status: 0 success, 1 the run failed or a check found faults, 2 an option is wrong, 130 Ctrl-C (in
+    `train` the second one; the first ends the run after its step). Raises `SystemExit` for --help and wrong arguments.
     """
     joined = join_flags(sys.argv[1:] if arguments is None else arguments)
     given = [word for word in joined if word.startswith("--") and "." in word.partition("=")[0]]
@@ -282,7 +283,7 @@ def _add_views(into: Subparsers) -> None:
 
 
 def _add_controls(into: Subparsers) -> None:
-    """Commands to running runs."""
+    """Add the commands that control a run while it runs."""
     controls = {
         "status": "what a run does at present", "scale": "change the number of engines of a run",
         "pause": "start no group and take no step, until resume", "resume": "continue a paused run",

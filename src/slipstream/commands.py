@@ -159,7 +159,7 @@ def generate(options: argparse.Namespace, flags: list[str]) -> None:
 
 
 def _check_model(config: Config) -> None:
-    """Report a misspelt path of the model before slow imports."""
+    """Raise `ConfigError` for a misspelt path of the model, before slow imports."""
     from slipstream.model.paths import check_path
 
     check_path(config.model.path)

@@ -68,7 +68,10 @@ def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dic
 
 
 async def run_in(directory: RunDirectory, config: Config, quiet: bool) -> dict[str, Any]:
-    """Train in this run directory. Raises the first error of an exception group, with the directory to resume from."""
+    """Train in this run directory. Returns the summary.
+
+    Raises the first error of an exception group. Once the run has started, its attribute `resumable` is the directory.
+    """
     run, interval, thresholds = RunContext(config, directory, quiet), sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     raise_gc_thresholds()

@@ -49,7 +49,7 @@ CONFLICTS: tuple[tuple[Callable[[Config], Any], str], ...] = (  # what several p
 
 
 def policy_faults(config: Config) -> Iterator[str]:
-    """Names that can't be, or are given twice, and options that do not go with several policies."""
+    """Messages about names that are invalid or given twice, and about options that do not go with several policies."""
     first: dict[str, int] = {}
     for index, policy in enumerate(config.policies):
         if not re.fullmatch(r"[\w-]+", policy.name):

@@ -63,7 +63,11 @@ class PlayedTask:
         return [success_of(own) for own in each if own]
 
     def describe(self, tokenizer: ChatTokenizer) -> dict[str, Any]:
-        """The first sample, the mean score, and all `scores` if there are several: as in `evaluations.jsonl`."""
+        """The task's entry of `evaluations.jsonl`: the first sample, and scores.
+
+        Of the sample's last rollout it has the reward and the beginning of the text. `score` is the mean of all
+        samples, which are in `scores` if there are several. A single sample that failed has no score.
+        """
         known: dict[str, Any] = {"id": self.id, "prompt": _prompt(self.task)}
         if len(self.outcomes) > 1:
             known |= {"scores": self.scores, "score": fmean(self.scores)}
@@ -77,7 +81,7 @@ class PlayedTask:
 
 
 def summarize(played: Sequence[PlayedTask], version: int) -> dict[str, Any]:
-    """Scores with intervals, failures and versions. All tasks have as many samples.
+    """Scores with intervals, failures and versions. All tasks have the same number of samples.
 
     `version` stands for the versions if no token was sampled.
     """

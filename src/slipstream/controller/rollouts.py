@@ -127,8 +127,11 @@ async def score(run: RunContext, visit: Visit, task: Task, rollout: Rollout) -> 
 
 
 def count_failure(run: RunContext, visit: Visit, failure: RolloutFailed) -> None:
-    """Count a failed rollout. Raises `WorkerDied` if all engines or a scoring process died, and `RunError` after too
-    many failures in a row."""
+    """Count a failed rollout.
+
+    Raises `WorkerDied`, without counting it, if no engine is left or scoring is dead, and `RunError` if the
+    environment's `FailureStreak` ends the run.
+    """
     if dead := run.cluster.generator.dead or (run.scoring and run.scoring.dead):
         raise dead from None
     run.state.ledger.reasons[failure.reason] += 1

@@ -352,7 +352,7 @@ async def restart_trainer(run: RunContext, error: Exception) -> None:
 
 
 def trainer_death(run: RunContext, error: BaseException) -> WorkerDied | None:
-    """The death of a trainer rank that is (one of) the errors; None for other errors."""
+    """The death of a trainer rank that caused `error`, or is in it if it is a group; None for other errors."""
     deaths = [rank.dead for rank in run.cluster.trainer_ranks if rank.dead]
     group = BaseExceptionGroup("", [error])
     return next((death for death in deaths if group.subgroup(lambda one: one is death)), None)  # noqa: B023

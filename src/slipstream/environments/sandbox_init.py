@@ -1,9 +1,10 @@
 """The first process of a sandbox: runs one program within limits, and reports how the program ended.
 
 This file's text is passed to a bare interpreter, so it imports little, and the standard library alone. A request
-comes by standard input and a report leaves by standard output, as Python literals. The program inherits neither, and
-can't read them through /proc. This process makes the namespaces if `kind` is "namespaces"; bwrap has made them if it
-is "bwrap"; "rlimits" has none. In namespaces it is process 1: its end kills the rest.
+comes as one line of standard input and a report leaves by standard output, as Python literals. The end of standard
+input cancels the program, so it stays open. The program inherits neither, and can't read them through /proc. This
+process makes the namespaces if `kind` is "namespaces"; bwrap has made them if it is "bwrap"; "rlimits" has none. In
+namespaces it is process 1: its end kills the rest.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def column() -> int:
 
 
 def drop_privileges(uid: int) -> None:
-    """Give up root, for a user without other processes and files, and all capabilities."""
+    """Give up all capabilities, and root for the user `uid`, who has no other processes and files."""
     if os.geteuid() == 0 and uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -156,7 +157,10 @@ def filter_syscalls() -> int:
 
 
 def start(request: dict[str, Any], streams: list[int]) -> tuple[int, int]:
-    """Start the program on the descriptors `streams`, as 0, 1, ... Returns its process id and its seccomp listener."""
+    """Start the program on the descriptors `streams`, as 0, 1, ...
+
+    Returns its process id and its seccomp listener, which is -1 if the program could not be started.
+    """
     ours, theirs = _socket.socketpair()
     if pid := os.fork():
         theirs.close()
@@ -228,7 +232,10 @@ class Supervisor:
         self.poller.register(0, 0)  # hangs up when Slipstream ends or cancels
 
     def run(self) -> dict[str, Any]:
-        """The report."""
+        """Supervise the program to its end or a limit, and kill all processes. Returns the report.
+
+        If the program failed within all limits, the end of its errors may name one (`HINTS`).
+        """
         while self.status is None and not self.limit:
             self.step(POLL_MS)
             self.limit = self.limit or self.exceeded()
@@ -245,7 +252,7 @@ class Supervisor:
         return report | {"stdout": errors[0], "stderr": errors[1]}
 
     def step(self, wait_ms: int) -> None:
-        """Read what is there, for at most `wait_ms`, and reap ended processes."""
+        """Wait at most `wait_ms` for output, refused calls or a cancellation, handle them, and reap ended processes."""
         for descriptor, event in self.poller.poll(wait_ms):
             if descriptor == 0:
                 self.limit = "cancelled"

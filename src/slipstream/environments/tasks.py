@@ -27,11 +27,11 @@ MAX_NAMED = 10  # malformed rows in a message
 
 @dataclass(frozen=True)
 class Columns:
-    """How a row becomes a task. Each is the name of a column ("a.b" is nested) or a template: "Question: {a.b}"."""
+    """How a row becomes a task: names of columns ("a.b" is nested), and texts."""
 
-    prompt: str = "prompt"
-    answer: str = ""
-    id: str = ""  # by default the number of the row, as with "id?" for rows without a column "id"
+    prompt: str = "prompt"  # a column or a template: "Question: {a.b}"
+    answer: str = ""  # likewise
+    id: str = ""  # a column; by default the number of the row, as with "id?" for rows without a column "id"
     system: str = ""  # text, no column
     filter: Mapping[str, Any] = field(default_factory=dict)  # the values, or lists of values, that rows must have
     rewards: Mapping[str, Reward] = field(default_factory=dict)
@@ -125,7 +125,10 @@ def load_tasks(
 
 
 def _hold_out(tasks: list[Task], share: float) -> tuple[list[Task], list[Task]]:
-    """A training part and a held-out share of the tasks, at least one of several, chosen with a fixed seed."""
+    """A training part and a held-out share of the tasks, chosen with a fixed seed.
+
+    A share above 0 of several tasks is at least one. Raises `ConfigError` for a share out of range.
+    """
     if not isinstance(share, int | float) or not 0 <= share < 1:
         raise ConfigError(f"environment.test = {share!r}: it must be a split, a file, or a share from 0 to below 1")
     count = max(1, round(len(tasks) * share)) if share and len(tasks) > 1 else 0
@@ -220,7 +223,10 @@ def _with_images(value: Any, images: Sequence[dict[str, Any]] | None, folder: Pa
 
 
 def as_messages(value: Any) -> Any:
-    """Messages with "role" and the text "content", of such or of "from" and "value"; anything else unchanged."""
+    """Messages with "role" and "content" (text). Messages with "from" and "value" are converted to such ones.
+
+    A value that is no list of messages is returned unchanged.
+    """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         return value
     if all({"from", "value"} <= message.keys() for message in value):

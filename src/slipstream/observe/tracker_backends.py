@@ -1,4 +1,7 @@
-"""The built-in trackers: wandb, trackio, tensorboard and mlflow. Each imports its package when it starts."""
+"""The built-in trackers: wandb, trackio, tensorboard and mlflow. Each imports its package when it starts.
+
+Methods are those of `Tracker`; `start` returns the id of the tracker's run, by which a resumed run continues it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ MLFLOW_PARAMETERS, MLFLOW_VALUE = 100, 6000  # most parameters in a request; mos
 
 
 class Wandb(Tracker):
-    """One wandb run. Charts have the metric `step` as x axis: wandb drops rows whose own step is below the last one."""
+    """One wandb run. Charts have the metric `step` as x axis: wandb drops a row if its own step went back."""
 
     def start(self, run: Run, project: str, run_id: str) -> str:
         import wandb
@@ -151,7 +154,7 @@ class Mlflow(Tracker):
 
 
 def _new_id(run: Run) -> str:
-    """An id for a run that no other run directory of the same name has."""
+    """A random id that begins with the run's name: run directories of one name are different runs."""
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', run.name)[:80]}-{secrets.token_hex(4)}"
 
 

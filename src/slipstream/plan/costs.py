@@ -244,7 +244,7 @@ class TrainerCost:
 
 @dataclass(frozen=True)
 class PublishCost:
-    """Seconds of a publish: `transfer` until engines have the weights, `hold` of the trainer, `pause` of an engine."""
+    """The cost of a publish: seconds until engines have the weights, of the trainer's hold and of an engine's pause."""
 
     link: str
     transfer: float
@@ -256,7 +256,7 @@ class PublishCost:
 def publish_cost(
     shape: Shape, cluster: Cluster, rates: Rates, work: Workload, placement: str, tp: int, gpus: int
 ) -> PublishCost:
-    """The cost of a publish to engines on `gpus` GPUs in all, trainer included; zeros if colocated."""
+    """The cost of a publish in a run of `gpus` GPUs, the trainer's included; zeros if colocated."""
     size = BF16 * (shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.parameters)
     swap = 1e-3 + 2 * size / tp / (cluster.gpu.bandwidth * rates.bandwidth)
     if placement == "colocated":
@@ -277,9 +277,9 @@ def publish_cost(
 def colocated_turn_cost(trainer: TrainerCost, free: float, overlaps: bool) -> PublishCost:
     """The cost of a turn of a colocated trainer apart from its step: sleep and wake-up of engines, and copies.
 
-    `free` bytes of each GPU are not the engines'. State that does not fit there goes to the host and back. Each
-    rank gathers the weights, and engines copy them. If the turn `overlaps` with generation, engines only pause for
-    that.
+    Engines leave `free` bytes of each GPU. State that does not fit there goes to the host and back. Each rank gathers
+    the weights, and engines copy them. A turn that `overlaps` with generation holds the trainer only for that. `pause`
+    is 0: a turn stops engines in any case.
     """
     shape, cluster, rank = trainer.shape, trainer.cluster, trainer.work.lora_rank
     size, state = BF16 * trainer.trained, trainer.lasting_state

@@ -82,10 +82,10 @@ def resolve_auto(config: Config, gpus: int | None = None, hosts: int = 1, networ
 
 
 def _needs_restarts(config: Config) -> bool:
-    """Whether vLLM engines of the run store the model's parameters in a layout that no link can write."""
+    """Whether engines must restart to load weights: the run's own vLLM engines store them in a layout of their own."""
     generator = config.generator
-    written = generator.engine != "vllm" or bool(generator.servers) or config.serves_adapters
-    return not written and model_type(config.model.path) in RESTARTED
+    own_vllm = generator.engine == "vllm" and not generator.servers
+    return own_vllm and not config.serves_adapters and model_type(config.model.path) in RESTARTED
 
 
 def choose_link(config: Config, gpus: int, hosts: int, network: Network) -> tuple[str, str]:

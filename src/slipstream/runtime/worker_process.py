@@ -190,7 +190,8 @@ class WorkerProcess:
                 starting += 1
                 if starting * HEARTBEAT_S > limits.start_timeout:  # not at the limit, which Ray reports with a reason
                     limit = f"runtime.start_timeout = {limits.start_timeout:g} s"
-                    self._hang(f"has not started within {limit}; raise that if it loads or compiles for longer")
+                    found = f"has not started within {limit}; raise that if it loads or compiles for longer"
+                    self._terminate_as_hung(found)
                 continue
             pending = self._calls.values()
             wanted = [call for call in pending if not self.excused(call.method)]
@@ -198,14 +199,14 @@ class WorkerProcess:
             idle = idle + 1 if wanted and self._progress == progress else 0
             if silent * HEARTBEAT_S >= HEARTBEAT_TIMEOUT_S:
                 calls = f"as if it were stopped, with pending calls: {_describe_calls(pending)}"
-                self._hang(f"has been silent for {silent * HEARTBEAT_S:.3g} s, {calls}")
+                self._terminate_as_hung(f"has been silent for {silent * HEARTBEAT_S:.3g} s, {calls}")
             elif idle * HEARTBEAT_S >= limits.progress_timeout:
                 limit = f"runtime.progress_timeout = {limits.progress_timeout:g}"
                 calls = f"with pending calls: {_describe_calls(wanted)}"
-                self._hang(f"has made no progress for {idle * HEARTBEAT_S:.3g} s ({limit}) {calls}")
+                self._terminate_as_hung(f"has made no progress for {idle * HEARTBEAT_S:.3g} s ({limit}) {calls}")
 
-    def _hang(self, found: str) -> None:
-        """Terminate the process as hung."""
+    def _terminate_as_hung(self, found: str) -> None:
+        """Terminate the process; `found` says what it did or did not."""
         self.terminate(f"{self.name} {found} ({self._where})\n{self.log_tail()}".rstrip())
 
     def _in_thread(self, end: Callable[[], None], *, daemon: bool = False) -> None:

@@ -131,9 +131,8 @@ class Receiver(Protocol):
     def prepare(self, handle: PublishHandle) -> Mapping[str, Any] | Update:
         """All weights of the version by the trainer's names: tensors, or objects whose index returns a tensor.
 
-        Or an update of the attached tensors.
-
-        Called in a thread while the engine decodes.
+        If `updates`: an `Update` of the attached tensors instead. Called in a thread; the engine decodes meanwhile,
+        unless `writes_served`.
         """
 
     def swapped(self) -> None:

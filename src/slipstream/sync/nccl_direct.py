@@ -1,8 +1,8 @@
 """The `nccl_direct` link: vLLM's weight transfer engine, which pauses an engine during the whole transfer.
 
 It needs no staging memory: use it if GPU memory is too small for `nccl`. The trainer needs vLLM. Ranks meet through a
-`rendezvous`. The model needs a mapping from the trainer's to vLLM's names (`map_parameters`): the transfer does
-without, but checksums are compared.
+`rendezvous`. The comparison of checksums, not the transfer, needs a mapping from the trainer's to vLLM's names
+(`map_parameters`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class NcclDirect:
 def import_transfer() -> tuple[Callable[[Mapping[str, Any]], Any], Callable[[Any, Iterator[tuple[str, Tensor]]], None]]:
     """Functions that open a communicator as rank 0, and send tensors, by vLLM's NCCL transfer (0.25 and 0.32).
 
-    Raises `ConfigError` if this vLLM release has no such functions.
+    Raises `ConfigError` if vLLM is missing or has no such functions.
     """
     try:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 DONE = -1  # broadcast instead of a parameter's index: no more gathers
@@ -67,25 +68,28 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather_into(outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Write full tensors into `outputs`, on every rank, in the formats of these. A collective call.
+    """Write full tensors into `outputs` on every rank, each in the output's dtype. A collective call.
 
-    Shards of rows over one group of ranks are gathered in one transfer, and others one by one.
+    Shards of rows are gathered in one transfer per group of ranks and dtype, and others one by one.
     """
-    rows: dict[Any, list[tuple[Tensor, DTensor]]] = {}
+    rows: dict[tuple[DeviceMesh, torch.dtype], list[tuple[Tensor, DTensor]]] = {}
     for output, tensor in zip(outputs, tensors, strict=True):
         if isinstance(tensor, DTensor) and tensor.placements == (Shard(0),):
-            rows.setdefault(tensor.device_mesh, []).append((output, tensor))
+            rows.setdefault((tensor.device_mesh, output.dtype), []).append((output, tensor))
         elif isinstance(tensor, DTensor):
             output.copy_(full_tensor(tensor.to(output.dtype)))
     whole = [(out, t) for out, t in zip(outputs, tensors, strict=True) if not isinstance(t, DTensor)]
     if whole:
         torch._foreach_copy_([out for out, _ in whole], [t for _, t in whole])
-    for mesh, pairs in rows.items():
+    for (mesh, _), pairs in rows.items():
         _gather_rows(mesh.get_group(), mesh.size(), pairs)
 
 
 def _gather_rows(group: Any, ranks: int, pairs: Sequence[tuple[Tensor, DTensor]]) -> None:
-    """As `gather_into`, for shards of rows. All ranks have equally many, but the last ones may lack some."""
+    """As `gather_into`, for shards of rows and outputs of one dtype.
+
+    All ranks have the same number of rows, except that the last ones may have fewer.
+    """
     rows = [-(-len(output) // ranks) for output, _ in pairs]
     sizes = [count * output[0].numel() for count, (output, _) in zip(rows, pairs, strict=True)]
     mine = pairs[0][0].new_empty(sum(sizes))

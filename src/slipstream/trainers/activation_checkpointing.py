@@ -84,7 +84,7 @@ def _recompute_selectively(layer: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def save_or_recompute(ctx: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """What selective checkpointing does with the output of an operation."""
+    """Whether selective checkpointing saves an operation's output: attention, and products that are not narrow."""
     name = str(operation)
     saved = name.startswith(SAVED_OPERATIONS) and not (name.startswith(LINEAR) and _is_narrow(arguments[-1]))
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

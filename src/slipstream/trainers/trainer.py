@@ -252,9 +252,10 @@ class Trainer:
                 dropout.eval()
 
     def _micro_batches(self, samples: Sequence[Sample], version: int = 0) -> Iterator[MicroBatch]:
-        """This rank's packed micro-batches. Each is packed while the device computes the previous one.
+        """This rank's packed micro-batches, each packed when the caller asks for it.
 
-        A rank with fewer micro-batches repeats the shortest sample as filler, to join the collectives of FSDP.
+        A GPU then still computes the previous one. `version` is the trainer's, from which lags are counted. With FSDP a
+        rank with fewer micro-batches repeats the shortest sample as filler, to join the collectives.
         """
         budget = self._options.tokens_per_microbatch
         prefix_groups = group_by_prefix(samples, budget, self._policy.packs, self.ranks.data_parallel_size)

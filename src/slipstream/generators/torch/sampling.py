@@ -22,11 +22,12 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Per row: the token, its log-probability under the sampled distribution (0.0 if greedy), and, if recorded, the
-    tokens kept by top-k/top-p, else None.
+    """Per row: the token, its log-probability under the sampled distribution (0.0 if greedy), and the ids that
+    top-k/top-p kept.
 
-    A row whose logits are no distribution (a NaN, +inf, or -inf alone) gets an arbitrary token of the vocabulary and a
-    log-probability that is not finite.
+    `sampling_masks` has None for a row whose ids are not recorded or not truncated. A row whose logits are no
+    distribution (with a NaN or +inf, or all -inf) gets an arbitrary token of the vocabulary and a log-probability that
+    is not finite.
     """
 
     tokens: list[int]
@@ -98,7 +99,7 @@ def invert(probabilities: Tensor, u: Tensor) -> Tensor:
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Set the logits that top-k, then top-p, remove to -inf. `top_k`, `top_p`: `[rows, 1]`.
+    """A copy of `logits`; those that top-k, then top-p, remove are -inf. `top_k`, `top_p`: `[rows, 1]`.
 
     Top-p keeps the likeliest tokens whose mass among the top-k reaches `top_p`, the last one included.
     """

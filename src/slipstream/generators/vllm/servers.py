@@ -105,7 +105,7 @@ class Server:
             raise ConfigError(f"{addresses[0]} and {self.name} in generator.servers are one server; leave one out")
 
     async def _renew(self) -> None:
-        """Renew the claim, more often than a server could restart. A lost claim means other weights."""
+        """Renew the claim, more often than a server could restart. Terminate if it was lost: the weights are others."""
         while not self.dead:
             await asyncio.sleep(RENEW_INTERVAL_S)
             if self._connecting:  # the call would wait for it
