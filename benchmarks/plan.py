@@ -130,7 +130,7 @@ def predict(problem: Problem, split: Split, record: dict[str, Any]) -> Figures:
     first = record["each"][0]  # older records have another name
     scenario = replace(
         evaluate(problem, split).scenario(len(record["each"])), slots=problem.slots, kv_tokens=1e9,
-        first_step_s=first.get("time/step_s") or first["step_seconds"],
+        first_step_s=first.get("time/step_s") or first["step_seconds"], continues=True,
     )  # fmt: skip
     if split.placement == "colocated":
         scenario = replace(scenario, first_step_s=0.0, overlaps=not record["onload_s"])
@@ -139,7 +139,7 @@ def predict(problem: Problem, split: Split, record: dict[str, Any]) -> Figures:
         if split.placement == "colocated":
             publish = replace(scenario.publish, transfer=record["ready_s"], hold=record["publish_and_rest_s"])
             scenario = replace(scenario, publish=publish)
-    return simulated_figures(scenario, len(record["each"]) - record["steps"], continues=True)
+    return simulated_figures(scenario, len(record["each"]) - record["steps"])
 
 
 def fitted(record: dict[str, Any], problem: Problem, split: Split) -> Rates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from slipstream.plan.engine import Request, SimulatedEngine
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
 from slipstream.plan.ranking import simulated_figures
 from slipstream.plan.shapes import find_shape
+from slipstream.plan.workload import Lengths
 from tests.plan.cases import scenario, work
 
 SHAPE = find_shape("0.6B")
@@ -83,11 +85,22 @@ def test_short_records_are_refused() -> None:
 
 def test_a_run_is_simulated_with_its_own_options() -> None:
     found = fit(*records(20), config("--generator.max_num_seqs=16"), 10.0)
-    own = own_scenario(found, config("--loop.max_lag=0", "--loop.groups_per_step=2", "--loop.group_size=5"), SHAPE)
+    own = own_scenario(found, config("--loop.max_lag=0", "--loop.groups_per_step=2", "--loop.group_size=5"), SHAPE, 20)
     figures = simulated_figures(own)
-    assert (own.max_lag, own.work.rollouts) == (0, 10)
+    assert (own.max_lag, own.work.rollouts, own.work.steps, own.continues) == (0, 10, 20, False)
     assert figures.lag_mean == 0
     assert figures.step_s == pytest.approx(0.5 + 0.02 + 0.003 + 0.001 * (1000 + 2 * 10) + 1.0, rel=0.1)
+
+
+def test_the_simulated_part_of_a_long_run_has_no_end() -> None:
+    """At the end of a run engines start nothing, so that they would be less busy than in the run."""
+    found = fit(*records(20), config("--generator.max_num_seqs=16"), 10.0)
+    found = replace(found, completion=Lengths(256, 0.6, 2048))  # with stragglers, which the last steps wait for
+    whole, part = (
+        simulated_figures(own_scenario(found, config("--loop.max_lag=4"), SHAPE, 200, most)) for most in (200, 14)
+    )
+    assert part.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=0.05)
+    assert part.engines_busy == pytest.approx(whole.engines_busy, abs=0.03)
 
 
 def test_measured_rates_ignore_the_gpu() -> None:

@@ -53,13 +53,13 @@ def advise(run: Run) -> Advice | None:
     found, config = fit_run(run), run_config(run)
     rollouts = config.loop.groups_per_step * config.loop.group_size
     steps = max(LEAST_STEPS, min(STEPS, MAX_ROLLOUTS // rollouts))
-    scenario, continues = own_scenario(found, config, SHAPE, steps), len(run.metrics) > steps
-    now = simulated_figures(scenario, continues=continues)
+    scenario = own_scenario(found, config, SHAPE, len(run.metrics), steps)
+    now = simulated_figures(scenario)
     errors = now.trainer_busy - found.trainer_busy, now.engines_busy - found.engines_busy
     if max(map(abs, errors)) > MOST_ERROR:
         return None
     gains = [
-        (simulated_figures(other, continues=continues).tokens_per_s / now.tokens_per_s, text)
+        (simulated_figures(other).tokens_per_s / now.tokens_per_s, text)
         for text, other in changes(scenario)
         if _accepts(run, text)
     ]

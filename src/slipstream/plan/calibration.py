@@ -173,11 +173,11 @@ def _area(times: Array, upto: Array) -> Array:
     return found
 
 
-def own_scenario(found: Fit, config: Config, shape: Shape, steps: int = 40) -> Scenario:
-    """The scenario of the run itself, with its fitted rates, to simulate `steps` steps of it."""
+def own_scenario(found: Fit, config: Config, shape: Shape, steps: int, most: int = 40) -> Scenario:
+    """The scenario of the run itself, with its fitted rates: its `steps` steps, or the first `most` of them."""
     loop, engines, sync = config.loop, config.generator, config.sync
     colocated = sync.placement == "colocated"
-    work = Workload(found.prompt, found.completion, loop.groups_per_step, loop.group_size, steps, sync.every)
+    work = Workload(found.prompt, found.completion, loop.groups_per_step, loop.group_size, min(steps, most), sync.every)
     cluster = Cluster(find_gpu("h100"), 8)  # whose rates the fitted ones replace
     hold = found.rates.step_overhead_s if colocated else 0.0
     return Scenario(
@@ -186,5 +186,5 @@ def own_scenario(found: Fit, config: Config, shape: Shape, steps: int = 40) -> S
         PublishCost(sync.link, found.transfer_s, hold, found.pause_s, 0.0),
         engines.replicas, engines.max_num_seqs, math.inf, loop.max_lag, sync.placement, sync.in_flight,
         loop.force_max_lag, loop.buffer_size, overlaps=found.overlaps,
-        step_overhead_s=0.0 if colocated else found.rates.step_overhead_s,
+        step_overhead_s=0.0 if colocated else found.rates.step_overhead_s, continues=steps > most,
     )  # fmt: skip

@@ -73,13 +73,12 @@ def distinct(plans: list[Plan]) -> list[Plan]:
     return list(seen.values())
 
 
-def simulated_figures(scenario: Scenario, warm: int = 0, continues: bool = False) -> Figures:
+def simulated_figures(scenario: Scenario, warm: int = 0) -> Figures:
     """Simulate a run. Figures leave out the first `warm` steps; 0: a third, at most `WARM_UP`.
 
-    `continues`: the run takes more steps than the scenario. Otherwise it ends, and engines start no rollouts in its
-    last steps.
+    A run that does not continue after the scenario's steps starts no rollouts in its last ones.
     """
-    work, further = scenario.work, scenario.max_lag + 1 if continues else 0
+    work, further = scenario.work, scenario.max_lag + 1 if scenario.continues else 0
     simulation = Simulation(replace(scenario, work=replace(work, steps=work.steps + further)))
     records = simulation.run()[: work.steps]
     warm = warm or min(WARM_UP, len(records) // 3)
@@ -105,7 +104,7 @@ def simulate(plan: Plan) -> None:
     if turns * batches > MAX_SIMULATED_TURNS or work.sampled * batches > MAX_SIMULATED_TOKENS:
         return
     steps = max(LEAST_STEPS, min(STEPS, MAX_SIMULATED_TURNS // turns - after))
-    for name, value in vars(simulated_figures(plan.scenario(steps), continues=steps < work.steps)).items():
+    for name, value in vars(simulated_figures(plan.scenario(steps))).items():
         setattr(plan, name, value)
     plan.source = "simulation"
 

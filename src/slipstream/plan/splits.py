@@ -114,13 +114,13 @@ class Plan(Figures):
         return self.run_s * self.problem.cluster.gpus / 3600
 
     def scenario(self, steps: int) -> Scenario:
-        """The simulation of this plan, of `steps` steps."""
+        """The simulation of the first `steps` steps of this plan."""
         return Scenario(
             replace(self.problem.work, steps=steps), self.engine, self.trainer, self.publish, self.split.engines,
             self.slots, self.kv_tokens, self.split.max_lag, self.split.placement,
             in_flight=self.in_flight, overlaps=self.overlaps,
             shared_slowdown=SHARED_SLOWDOWN, step_overhead_s=self.problem.rates.step_overhead_s,
-            seed=self.problem.seed,
+            seed=self.problem.seed, continues=steps < self.problem.work.steps,
         )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def show_fit(run: Run, console: Console) -> Fit:
     """Fit the rates to a run, and print the fit, its error, and the advice for that run. Raises `ConfigError`."""
     try:
         found = fit_run(run)
-        simulated = simulated_figures(own_scenario(found, run_config(run), SHAPE))
+        simulated = simulated_figures(own_scenario(found, run_config(run), SHAPE, len(run.metrics)))
         console.print(f"{run.name}: {found.describe()}\n{describe_figures(found, simulated)}")
         if advice := advise(run):
             console.print(f"{advice}.")
