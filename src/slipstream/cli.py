@@ -158,7 +158,8 @@ def _add_policy_commands(into: Subparsers) -> None:
     embedded = "The embedded engine samples, for any generator.engine."
     generate = _add(into, "generate", commands.generate, "complete a prompt", epilog=embedded)
     generate.add_argument("target", metavar="MODEL|RUN_DIR", help="model directory, run directory, or Hub name")
-    generate.add_argument("--prompt", action="append", required=True, help="text to complete; may be given repeatedly")
+    text = "text to complete, or a user's message if the model has a chat template; may be given repeatedly"
+    generate.add_argument("--prompt", action="append", required=True, help=text)
     for flag, name, default, meaning in (
         ("--max-tokens", "sampling.max_tokens", None, "longest completion (default: 128, or the run's)"),
         ("--temperature", "evaluation.temperature", "0", "0 (the default) is greedy"),
@@ -218,7 +219,7 @@ def _add_plan(into: Subparsers) -> None:
         ("--tool-tokens", int, 0, "tokens that a tool adds (default: 0)"),
         ("--scoring-seconds", float, 0.0, "mean time to score a rollout (default: 0)"),
         ("--lora-rank", int, None, "rank of adapters (default: the run's, or 0: full fine-tuning)"),
-        ("--engine-rate", float, 0.0, "measured tokens/s of one engine, instead of the roofline"),
+        ("--engine-rate", float, None, "measured tokens/s of one engine, instead of the roofline"),
         ("--price", float, 0.0, "price of a GPU hour"),
         ("--seed", int, 0, "seed of the simulation (default: 0)"),
     )
@@ -292,9 +293,9 @@ def _add_controls(into: Subparsers) -> None:
     where = "address of a Ray cluster, such as auto; RUN is then the run's name there"
     for name, meaning in controls.items():
         control = _add(into, name, commands.control, meaning)
+        control.add_argument("run", metavar="RUN", help="run directory")
         if name == "scale":
             control.add_argument("engines", metavar="N", help="number of engines, 1 or more")
-        control.add_argument("run", metavar="RUN", help="run directory")
         control.add_argument("--address", default="", help=where)
         control.add_argument("--json", action="store_true", help="print the answer as JSON")
         control.set_defaults(name=name, engines=None)

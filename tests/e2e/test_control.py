@@ -110,8 +110,8 @@ def test_a_run_is_controlled_from_another_process(
     assert said.startswith("run: running, step ") and "generator 0" in said and "process" in said
     listed = json.loads(slipstream("runs", "--dir", Path(run.run).parent, "--json").stdout)
     assert [row["state"] for row in listed] == ["running"]
-    assert "engines = 0" in refused(capfd, "scale", "0", run.run)
-    assert "'two' is not a number of engines" in refused(capfd, "scale", "two", run.run)
+    assert "engines = 0" in refused(capfd, "scale", run.run, "0")
+    assert "'two' is not a number of engines" in refused(capfd, "scale", run.run, "two")
     assert "--loop.steps=3 is no option of this command" in refused(capfd, "pause", run.run, "--loop.steps=3")
 
     assert run.pause() == "paused" and run.stop() == run.stop() == "stopping"
