@@ -205,8 +205,12 @@ def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path, capfd: 
     told = f"checkpoint step_6 is damaged (trainer/{weights.name} has other bytes than were written): renamed to"
     assert told in said and "resumed after step 4" in said
     assert last.exists() and last.with_name("step_6.damaged").exists() and not half_written.exists()
-    said = slipstream("train", "--resume", directory, "--loop.steps=4", "--quiet").stderr
-    assert f"loop.steps = 4 is below step 6 of {last}: no step is left; raise it" in said
+    said = refused(capfd, "train", "--resume", directory, "--loop.steps=4")
+    assert f"loop.steps = 4 is below step 6 of {last}; give 6 or more" in said
+    shutil.rmtree(directory / "checkpoints")
+    said = refused(capfd, "train", "--resume", directory)
+    assert f"its checkpoints are gone: start a new run with --model.path {directory / 'policy'}" in said
+    assert len(lines(directory / "metrics.jsonl")) == 6
 
 
 @pytest.mark.parametrize(("seed", "max_lag"), [(1, 0), (4, 2)])

@@ -205,6 +205,8 @@ async def start(run: RunContext) -> None:
     if run.config.trainer.chosen:
         run.progress.note(f"trainer.memory: {run.config.trainer.chosen}")
     checkpoint, state = await find_checkpoint(run)
+    if not checkpoint and (lost := sum(1 for _ in read_lines(run.directory.metrics))):
+        run.progress.warn(f"there is no checkpoint yet: the run starts again, and {lost} recorded steps are replaced")
     if run.config.runtime.kind == "ray":
         await check_nodes(run.config, run.directory.path)
     await start_cluster(run)
@@ -229,10 +231,15 @@ async def start_cluster(run: RunContext) -> None:
 
 
 async def find_checkpoint(run: RunContext) -> tuple[Path | None, dict[str, Any]]:
-    """The newest whole checkpoint and its state; None and {} without one. Warns of damaged checkpoints."""
+    """The newest whole checkpoint and its state; None and {} without one. Warns of damaged checkpoints.
+
+    Raises `ConfigError` if the run was given fewer steps than the checkpoint has.
+    """
     checkpoint, state, damaged = await asyncio.to_thread(run.directory.newest_whole)
     for line in damaged:
         run.progress.warn(line)
+    if checkpoint and (taken := state.get("step", 0)) > (steps := run.config.loop.steps):
+        raise ConfigError(f"loop.steps = {steps} is below step {taken} of {checkpoint}; give {taken} or more")
     return checkpoint, state
 
 
@@ -286,8 +293,6 @@ async def restore(run: RunContext, path: Path, data: dict[str, Any]) -> None:
     async with run.cluster.trainer_turn(publishes=False):
         await run.cluster.trainer.restore(path / "trainer")
     run.progress.note(f"resumed after step {run.state.step} with {len(run.state.ready)} groups ready")
-    if run.state.step > (steps := run.config.loop.steps):
-        run.progress.warn(f"loop.steps = {steps} is below step {run.state.step} of {path}: no step is left; raise it")
 
 
 async def find_long_prompts(run: RunContext) -> None:

@@ -118,7 +118,7 @@ class RunDirectory:
 
     def newest_whole(self) -> tuple[Path | None, dict[str, Any], list[str]]:
         """The newest undamaged checkpoint (None before the first one), its state, and a message for each newer one,
-        which is renamed. Raises `ConfigError` if all are damaged."""
+        which is renamed. Raises `ConfigError` if all are damaged, or those of a run that has ended are gone."""
         damaged: dict[Path, str] = {}
         for path in reversed(self.checkpoints()):
             try:
@@ -132,11 +132,22 @@ class RunDirectory:
             raise ConfigError(
                 f"{path}: {why}, and all other checkpoints are damaged; remove {self._checkpoints} to restart the run"
             )
+        if self.summary.exists() and json.loads(self.summary.read_text())["steps"]:
+            raise ConfigError(
+                f"{self.path} has ended, and its checkpoints are gone: start a new run with "
+                f"--model.path {self.policy}, or remove {self.summary} to start this one again"
+            )
         return None, {}, []
 
     def close(self) -> None:
-        if self._lock:
-            self._lock.close()
+        """Release the lock. Removes the directory of a run that has not begun, unless others have put files there."""
+        if not self._lock:
+            return
+        if not self.config.exists():
+            (self.path / "lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it is not empty
+                self.path.rmdir()
+        self._lock.close()
 
     def _create_and_lock(self) -> None:
         try:
