@@ -54,6 +54,14 @@ def test_slow_training_is_answered_by_a_rank(tmp_path: Path) -> None:
     assert found is not None and found.change == "trainer.ranks = 2"
 
 
+def test_a_run_without_a_gpu_is_not_told_to_share_its_cores(tmp_path: Path) -> None:
+    found = run(tmp_path / "run", decode=0.7, train=2.0, lag=2)
+    metrics = found.path / "metrics.jsonl"
+    lines = [json.loads(line) | {"train/max_memory_gb": 0.0} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert advise(load_run(found.path)) is None
+
+
 def test_a_synchronous_run_with_even_sides_is_told_to_overlap(tmp_path: Path) -> None:
     found = advise(run(tmp_path / "run", decode=2.0, train=2.0, lag=0))
     assert found is not None and found.change == "loop.max_lag = 1"

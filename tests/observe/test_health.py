@@ -82,6 +82,11 @@ def test_a_rule_warns_once_of_its_trouble_alone(rule: str) -> None:
     assert " nan" not in found[0].text and re.search(r"\d", found[0].text), "figures are named"
 
 
+def test_sides_that_both_wait_get_no_contradicting_advice() -> None:
+    """After restarts both were idle: neither is slower than the other."""
+    assert warnings_of(lambda s: {"time/batch_wait_s": 2.0, "gen/busy_s": 0.1 * s}) == []
+
+
 def test_the_score_falls_while_the_reward_rises() -> None:
     rises = {"reward/mean": 0.9}
     assert [w.rule for w in warnings_of(lambda s: rises if s > 20 else {}, evaluations=REWARD_RISES)] == ["score-falls"]

@@ -90,7 +90,13 @@ def changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
 
 
 def _accepts(run: Run, change: str) -> bool:
-    """Whether the run's configuration is valid with a change such as "trainer.ranks = 2"."""
+    """Whether the run's configuration is valid with a change such as "trainer.ranks = 2".
+
+    Without a GPU, further engines and ranks would take processor cores from the others.
+    """
+    on_cpu = run.metrics[-1].get("train/max_memory_gb") == 0 and ":" not in run_config(run).trainer.kind
+    if on_cpu and not change.startswith("loop."):
+        return False
     try:
         config = run_config(run, f"--{change.replace(' = ', '=')}")
         if config.trainer.parallel != "tensor":

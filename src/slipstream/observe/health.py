@@ -223,8 +223,9 @@ def _engines_idle(h: History) -> Measure:
 
 
 def _works_apart(h: History) -> bool:
-    """Whether trainer and engines may work at the same time, and do not both wait for rewards."""
-    return bool(h.option("loop.max_lag")) and not _slow_rewards(h).value > SLOW_REWARDS
+    """Whether trainer and engines may work at the same time, and do not both wait, for rewards or for restarts."""
+    waits, idle, _ = _waits(h)
+    return bool(h.option("loop.max_lag")) and min(waits, idle) < 0.5 and not _slow_rewards(h).value > SLOW_REWARDS
 
 
 def _engine_lost(h: History) -> Measure:
