@@ -153,9 +153,7 @@ def generate(options: argparse.Namespace, flags: list[str]) -> None:
     if config.policies:
         found = f"--prompt reaches one policy, and {options.target} has {len(config.policies)}"
         raise ConfigError(f"{found}; give the directory of one, such as RUN/policy/{config.policies[0].name}")
-    completions = generate(config, options.prompt)
-    for prompt, completion in zip(options.prompt, completions, strict=True):
-        print(f"{prompt}{completion.text}" if len(options.prompt) == 1 else f"{prompt}{completion.text}\n")
+    print("\n\n".join(generate(config, options.prompt)))
 
 
 def _check_model(config: Config) -> None:

@@ -172,7 +172,10 @@ def test_a_gpu_is_measured() -> None:
         ("--model 7B --scoring-seconds 1e6", "--scoring-seconds 1000000.0 must be a number from 0 to 86,400"),
         ("--model 7B --tool-seconds inf", "--tool-seconds inf must be a number from 0 to 86,400"),
         ("--model 7B --turns 100 --completion 10", "--turns 100 exceeds the 10 tokens that the turns share"),
-        ("--model 7B --lengths huge.json", "--lengths huge.json: cannot convert float infinity"),
+        ("--model 7B --lengths huge.json", "--lengths huge.json, entry 2: inf is no whole number from 1 to"),
+        ("--model 7B --lengths words.txt", "--lengths words.txt, entry 2: 'two' is no whole number from 1 to"),
+        ("--model 7B --engine-rate 0", "--engine-rate 0.0 must be a number from 0.001 to"),
+        ("--model 7B --html gone/p.html", "--html gone/p.html: there is no directory gone"),
         ("--model 7B --completion 200000", "has a context of 131,072"),
         ("--model 7B --rollouts 7", "--rollouts 7 is no multiple of the group size 8"),
         ("--model 405B", "405B fits on no split of 8 x h100"),
@@ -187,6 +190,7 @@ def test_wrong_arguments_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("huge.json").write_text("[1, 1e400]")
+    Path("words.txt").write_text("1 two")
     assert cli.main(["plan", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1

@@ -104,7 +104,8 @@ def print_comparison(runs: Sequence[Run], as_json: bool) -> None:
     console.print(_table(runs, {name: [run[name] for run in reached] for name in reached[0]}))
     shown = {name: ["–" if v is None else v if isinstance(v, str) else json.dumps(v) for v in row]
              for name, row in options.items()}  # fmt: skip
-    console.print(_table(runs, shown) if options else "The configurations are equal.")
+    if len(runs) > 1:
+        console.print(_table(runs, shown) if options else "The configurations are equal.")
     for run in runs:
         for problem in run.problems:
             console.print(Text(f"{run.name}: {problem}", style="yellow"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -141,10 +142,18 @@ def read_lengths(path: Path) -> Lengths:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-        samples = tuple(int(number) for number in found)
-    except (OSError, ValueError, TypeError, OverflowError) as error:
-        raise ConfigError(f"--lengths {path}: {error}; give a file with one number of tokens a line") from None
-    if len(samples) < 2 or min(samples) < 1 or max(samples) > MAX_LENGTH:
-        raise ConfigError(f"--lengths {path}: it needs two numbers or more, each from 1 to {MAX_LENGTH:,}")
+        found = json.loads(text) if text.lstrip().startswith("[") else text.split()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--lengths {path}: {reason}; give a file with one number of tokens a line") from None
+    samples = tuple(_length(path, place, entry) for place, entry in enumerate(found, 1))
+    if len(samples) < 2:
+        raise ConfigError(f"--lengths {path}: it needs two numbers or more")
     return Lengths(fmean(samples), samples=samples)
+
+
+def _length(path: Path, place: int, entry: object) -> int:
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        if 1 <= (length := int(entry)) <= MAX_LENGTH:  # type: ignore[call-overload]
+            return int(length)
+    raise ConfigError(f"--lengths {path}, entry {place}: {entry!r:.40} is no whole number from 1 to {MAX_LENGTH:,}")

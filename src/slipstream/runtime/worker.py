@@ -96,10 +96,14 @@ def last_lines(text: str) -> str:
 
 
 def describe_death(failure: Exception) -> str:
-    """The message of a `WorkerDied` in one line: what died, whether it was killed, and the last line of its log."""
+    """The message of a `WorkerDied` in one line: what died, whether it was killed, and the last line of its log.
+
+    A process killed by SIGKILL had no time to log the reason, so that its log is left out.
+    """
     first, *rest = str(failure).splitlines()
     killed = [line for line in rest[:1] if line.startswith("It was killed")]
-    return " ".join(dict.fromkeys([f"{first}:" if rest else first, *killed, *rest[-1:]])).rstrip(".")
+    logged = [] if killed and "SIGKILL" in killed[0] else rest[-1:]
+    return " ".join(dict.fromkeys([f"{first}:" if rest else first, *killed, *logged])).rstrip(".")
 
 
 class _Handle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,14 @@ def _describe_run(path: Path) -> dict[str, Any]:
         record = dict(json.loads(metrics.read_text().rstrip().rpartition("\n")[2]))
     except (OSError, ValueError):
         record = {}
+    try:
+        steps = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))["loop"]["steps"]
+    except (OSError, ValueError, LookupError):
+        steps = None
     changed = (metrics if metrics.exists() else path).stat().st_mtime
     return {
         "name": path.name, "state": ended if summary and not (path / FOLDER).exists() else "dead",
-        "step": record.get("step"), "steps": None, "reward": record.get("reward/mean"), "age_s": time.time() - changed,
+        "step": record.get("step"), "steps": steps, "reward": record.get("reward/mean"), "age_s": time.time() - changed,
     }  # fmt: skip
 
 

@@ -18,17 +18,17 @@ from slipstream.model.device import dtype_of, pick_device
 from slipstream.model.inspection import max_model_len, model_type
 from slipstream.model.loading import load_causal_lm
 from slipstream.model.tokenizer import load_tokenizer
-from slipstream.rollout import Completion
 from slipstream.runtime.closing import run_bounded
 from slipstream.runtime.placement import resolve_auto
 from slipstream.runtime.runtime import current_runtime, open_runtime
 from slipstream.tools.evaluate import for_engines_only, open_engines
 
 
-def generate(config: Config, prompts: Sequence[str]) -> list[Completion]:
-    """Complete each prompt, sampling as evaluations do, with the chat template if the tokenizer has one.
+def generate(config: Config, prompts: Sequence[str]) -> list[str]:
+    """Complete each prompt, sampling as evaluations do. Returns prompts with their completions.
 
-    The embedded engine in this process, which starts at once, serves all models that it can; the others need
+    If the tokenizer has a chat template, a prompt is a user's message, and the reply begins on a line of its own. The
+    embedded engine in this process, which starts at once, serves all models that it can; the others need
     `generator.engine = "vllm"`. Raises `ConfigError`, and as `Generator.generate`.
     """
     embedded = model_type(config.lora.path or config.model.path) in MODEL_TYPES
@@ -38,18 +38,20 @@ def generate(config: Config, prompts: Sequence[str]) -> list[Completion]:
         return run_bounded(_complete_by_vllm(for_engines_only(config), prompts))
 
 
-async def _complete_by_vllm(config: Config, prompts: Sequence[str]) -> list[Completion]:
+async def _complete_by_vllm(config: Config, prompts: Sequence[str]) -> list[str]:
     runtime = current_runtime()
     config = resolve_auto(config, runtime.gpus, runtime.hosts)
     async with open_engines(config) as pool:
         return await _complete(config, prompts, pool)
 
 
-async def _complete(config: Config, prompts: Sequence[str], generator: Generator) -> list[Completion]:
+async def _complete(config: Config, prompts: Sequence[str], generator: Generator) -> list[str]:
     tokenizer = ChatTokenizer(load_tokenizer(config.model.path), max_model_len(config), config.model)
     policy = Policy(generator, tokenizer, evaluation_sampling(config, config.environment), "")
     seed = config.loop.seed
-    return list(await asyncio.gather(*(policy.sample(p, seed=seed + i) for i, p in enumerate(prompts))))
+    completions = await asyncio.gather(*(policy.sample(p, seed=seed + i) for i, p in enumerate(prompts)))
+    between = "\n" if tokenizer.has_chat_template else ""
+    return [f"{prompt}{between}{completion.text}" for prompt, completion in zip(prompts, completions, strict=True)]
 
 
 def _embedded_engine(config: Config) -> TorchGenerator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import replace
 from functools import cache
@@ -35,7 +36,7 @@ INTEGERS = {  # bounds
 }  # fmt: skip
 NUMBERS = {
     "spread": (0, 3), "tool_seconds": (0, 86_400), "scoring_seconds": (0, 86_400), "network": (1e-3, 1e9),
-    "engine_rate": (0, 1e9), "price": (0, 1e9),
+    "engine_rate": (1e-3, 1e9), "price": (0, 1e9),
 }  # fmt: skip
 # Of the data sheet's rates: 808 of 989 TFLOP/s on an H200 (tflops / utilisation in trainer_h200.json); a usual copy.
 MATMUL_SHARE, COPY_SHARE = 0.82, 0.9
@@ -44,6 +45,9 @@ DEFAULT_PROMPT, DEFAULT_ROLLOUTS, DEFAULT_STEPS = 512, 512, 100
 
 def plan(options: argparse.Namespace, flags: list[str]) -> None:
     """Rank the splits, print them, and write them to the files that `options` name. Raises `ConfigError`."""
+    for option, path in (("--html", options.html), ("--json", options.json)):
+        if path and not path.parent.is_dir():
+            raise ConfigError(f"{option} {path}: there is no directory {path.parent}; make it or choose another file")
     run = load_run(options.run) if options.run else None
     file = options.config or (run and run.path / "config.toml")
     config = load_config(file, flags) if file else None
@@ -90,11 +94,12 @@ def _json(ranked: dict[int, list[Plan]], price: float) -> dict[str, object]:
 
 
 def write(path: Path, option: str, text: str) -> None:
-    """Write a file that an option names. Raises `ConfigError`."""
+    """Write a file that an option names, and say so on standard error. Raises `ConfigError`."""
     try:
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}; choose another file") from None
+    print(f"{option.removeprefix('--')} written to {path}", file=sys.stderr)
 
 
 def parse_counts(option: str, text: str, least: int, most: int) -> tuple[int, ...]:

@@ -60,9 +60,10 @@ def print_plan(plans: list[Plan], price: float, console: Console) -> None:
     )
     fitting = distinct([plan for plan in plans if not plan.missing])
     console.print(_table(fitting[:SHOWN], price))
-    if any(plan.source == "simulation" for plan in fitting):
-        console.print("~ by formula; the other rows by a simulation of the run's own scheduling.")
-    else:
+    by_formula = any(plan.source != "simulation" for plan in fitting[:SHOWN])
+    if by_formula and any(plan.source == "simulation" for plan in fitting):
+        console.print("~ by formula; the first rows by a simulation of the run's own scheduling.")
+    elif by_formula:
         console.print("~ by formula: a simulation of so many turns would take too long.")
     console.print(_memory_table(best))
     for plan in [plan for plan in plans if plan.missing][:UNFIT]:
