@@ -196,7 +196,7 @@ def _add_plan(into: Subparsers) -> None:
     plan.add_argument("--model", metavar="MODEL", help="size such as 7B, model directory, or Hub name")
     plan.add_argument("--gpu", default="h100", metavar="KIND", help="kind of GPU (default: h100)")
     plan.add_argument("--measure", action="store_true", help="measure the GPU of this machine instead of --gpu's rates")
-    plan.add_argument("--gpus", metavar="N,N", help="numbers of GPUs (default: 8)")
+    plan.add_argument("--gpus", default="8", metavar="N,N", help="numbers of GPUs (default: 8)")
     plan.add_argument("--max-lag", metavar="N,N", help="values of loop.max_lag (default: 0 and the run's, or 1)")
     plan.add_argument(
         "--lengths", type=Path, metavar="FILE", help="completion lengths: a number a line, or a JSON list"

@@ -74,6 +74,22 @@ def test_training_rates_and_gaps_are_found_again() -> None:
     assert found.completion.samples.count(100) == len(found.completion.samples)
 
 
+def test_turns_of_a_rollout_are_no_rollouts() -> None:
+    """Each completion of 100 tokens in two turns, with a tool of 0.2 s between them."""
+    metrics, events = records(20)
+    for event in events:
+        event["rollouts"] = [
+            [engine, start + part * 0.6, start + part * 0.6 + 0.4, 50, *rest]
+            for engine, start, _, _, *rest in event["rollouts"]
+            for part in (0, 1)
+        ]
+    found = fit(metrics, events, config("--generator.max_num_seqs=16"), 10.0)
+    assert (found.turns, found.completion.mean) == (2, 100)
+    assert found.tool_s == pytest.approx(0.2)
+    own = own_scenario(found, config("--loop.groups_per_step=2", "--loop.group_size=5"), SHAPE, 20)
+    assert (own.work.turns, own.work.tool.mean) == (2, pytest.approx(0.2))
+
+
 def test_short_records_are_refused() -> None:
     metrics, events = records(5)
     with pytest.raises(ConfigError, match="it has 5 steps, and a fit needs 6"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.config.schema import ConfigError
-from slipstream.plan.shapes import find_shape
+from slipstream.plan.shapes import find_shape, from_config
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,13 @@ def test_config_json_of_a_directory(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(text | {"num_attention_heads": heads}))
         with pytest.raises(ConfigError, match=r"config\.json can't be read"):
             find_shape(str(tmp_path))
+
+
+def test_a_mixture_of_one_width_has_experts_of_that_width() -> None:
+    mixtral = {
+        "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    found = from_config(mixtral, "8x7B")
+    assert found.expert_intermediate == 14336
+    assert found.parameters == pytest.approx(46.7e9, rel=0.01)

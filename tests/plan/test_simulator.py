@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from slipstream.plan.costs import PublishCost
 from slipstream.plan.hardware import Rates
+from slipstream.plan.ranking import simulated_figures
 from slipstream.plan.scenario import Faults
 from slipstream.plan.simulator import Simulation
 from slipstream.plan.workload import Delay, Lengths
@@ -134,6 +135,12 @@ def test_a_synchronous_run_has_no_lag_and_sides_that_take_turns() -> None:
     for before, record in itertools.pairwise(records):
         assert record.sampled == pytest.approx(before.sampled + record.tokens)
         assert record.start >= before.end
+
+
+def test_no_side_is_busy_for_longer_than_the_time() -> None:
+    figures = simulated_figures(scenario(work(Lengths(512, 0.8, 4096)), engines=4, slots=64), warm=1)
+    for before, after in itertools.pairwise(figures.records):
+        assert after.engine_busy - before.engine_busy <= 4 * (after.end - before.end) * (1 + 1e-9)
 
 
 def test_one_hundred_steps_of_512_rollouts_on_64_engines_take_seconds() -> None:

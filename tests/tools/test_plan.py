@@ -171,6 +171,8 @@ def test_a_gpu_is_measured() -> None:
         ("--model 7B --spread 4", "--spread 4.0 must be a number from 0 to 3"),
         ("--model 7B --scoring-seconds 1e6", "--scoring-seconds 1000000.0 must be a number from 0 to 86,400"),
         ("--model 7B --tool-seconds inf", "--tool-seconds inf must be a number from 0 to 86,400"),
+        ("--model 7B --tool-seconds 5", "--tool-seconds and --tool-tokens are those between turns; give --turns 2"),
+        ("--model 7B --lengths words.txt --completion 10", "--lengths has all lengths; leave --completion"),
         ("--model 7B --turns 100 --completion 10", "--turns 100 exceeds the 10 tokens that the turns share"),
         ("--model 7B --lengths huge.json", "--lengths huge.json, entry 2: inf is no whole number from 1 to"),
         ("--model 7B --lengths words.txt", "--lengths words.txt, entry 2: 'two' is no whole number from 1 to"),

@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -17,7 +18,7 @@ from slipstream.plan.costs import EngineCost, PublishCost, TrainerCost
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
 from slipstream.plan.scenario import Scenario
 from slipstream.plan.shapes import Shape
-from slipstream.plan.workload import Lengths, Workload
+from slipstream.plan.workload import Delay, Lengths, Workload
 
 Record = Mapping[str, Any]
 Array = NDArray[np.float64]
@@ -51,6 +52,13 @@ class Fit:
     engines_busy: float
     lag_mean: float
     overlaps: bool  # whether colocated engines sampled during steps
+    turns: int  # of a rollout
+    tool_s: float  # from the end of a turn to the next one
+
+    @property
+    def tool(self) -> Delay:
+        """The time of a tool after each turn but the last, with the spread that is assumed of unknown times."""
+        return Delay(self.tool_s, 1.0 if self.tool_s else 0.0)
 
     def describe(self) -> str:
         """The rates of decode and optimizer step, and their errors, in one line."""
@@ -62,11 +70,16 @@ class Fit:
         )
 
 
-def completions(events: Sequence[Record]) -> list[Sampled]:
-    """The completions that the events of a run record, in the order of their ends."""
-    rows = [row for event in events if event.get("kind") == "group" for row in event["rollouts"]]
-    found = [Sampled(row[0], row[1], row[2], row[3]) for row in rows if row[0] and row[3] and row[2] > row[1]]
-    return sorted(found, key=lambda sampled: sampled.end)
+def rollouts(events: Sequence[Record]) -> list[list[Sampled]]:
+    """The completions of each rollout that the events of a run record, in the order of their turns."""
+    found: list[list[Sampled]] = []
+    for event in (event for event in events if event.get("kind") == "group"):
+        by_number: dict[int, list[Sampled]] = {}
+        for engine, start, end, tokens, *_, number in event["rollouts"]:
+            if engine and tokens and end > start:
+                by_number.setdefault(number, []).append(Sampled(engine, start, end, tokens))
+        found += by_number.values()
+    return found
 
 
 def _timed_steps(metrics: Sequence[Record]) -> list[Record]:
@@ -86,7 +99,8 @@ def fit(metrics: Sequence[Record], events: Sequence[Record], config: Config, pro
     """
     steps = _timed_steps(metrics)
     before, timed = steps[WARM_UP - 1], steps[WARM_UP:]
-    sampled = completions(events)
+    played = rollouts(events)
+    sampled = sorted((one for each in played for one in each), key=lambda one: one.end)
     points = decode_points(sampled, config.generator.max_num_seqs, before["time/wall_s"])
     if len(points) < LEAST_COMPLETIONS:
         raise ConfigError(
@@ -104,7 +118,8 @@ def fit(metrics: Sequence[Record], events: Sequence[Record], config: Config, pro
     ]
     publishes = [event for event in events if event.get("kind") == "publish" and event.get("transfer_s") is not None]
     pauses = [record["sync/pause_ms"] / 1000 for record in timed if record.get("sync/pause_ms") is not None]
-    lengths = tuple(one.tokens for one in sampled)
+    lengths = tuple(sum(one.tokens for one in each) for each in played)
+    between = [after.start - turn.end for each in played for turn, after in pairwise(each)]
     reference = config.generator.gpus_per_engine, prompt + fmean(lengths) / 2
     rates = replace(
         Rates(), train_fixed_s=train.fixed, train_token_s=train.each, decode_fixed_s=decode.fixed,
@@ -116,6 +131,7 @@ def fit(metrics: Sequence[Record], events: Sequence[Record], config: Config, pro
         trained / seconds, busy["train"], busy["gen"],
         sum(r["lag/mean"] * r["train/tokens"] for r in timed) / trained,
         config.sync.placement == "colocated" and not timed[-1].get("sync/onload_s"),
+        round(fmean(map(len, played))), max(0.0, fmean(between or [0.0])),
     )  # fmt: skip
 
 
@@ -177,7 +193,16 @@ def own_scenario(found: Fit, config: Config, shape: Shape, steps: int, most: int
     """The scenario of the run itself, with its fitted rates: its `steps` steps, or the first `most` of them."""
     loop, engines, sync = config.loop, config.generator, config.sync
     colocated = sync.placement == "colocated"
-    work = Workload(found.prompt, found.completion, loop.groups_per_step, loop.group_size, min(steps, most), sync.every)
+    work = Workload(
+        found.prompt,
+        found.completion,
+        loop.groups_per_step,
+        loop.group_size,
+        min(steps, most),
+        sync.every,
+        found.turns,
+        found.tool,
+    )
     cluster = Cluster(find_gpu("h100"), 8)  # whose rates the fitted ones replace
     hold = found.rates.step_overhead_s if colocated else 0.0
     return Scenario(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from slipstream.config.schema import ConfigError
 from slipstream.plan.scenario import Figures, Scenario
 from slipstream.plan.simulator import Simulation
-from slipstream.plan.splits import Plan, Problem, evaluate, splits, tensor_parallel_sizes
+from slipstream.plan.splits import Plan, Problem, evaluate, splits
 
 SIMULATED = 6  # best splits by formula
 STEPS, WARM_UP = 24, 8  # simulated steps, and those that are left out of the figures
@@ -20,7 +20,8 @@ MAX_SIMULATED_TURNS, MAX_SIMULATED_TOKENS = 60_000, 6e7  # of one simulation; fe
 def plan(problem: Problem, lags: tuple[int, ...], simulated: int = SIMULATED) -> list[Plan]:
     """All splits, best first. Figures of the best by formula, and of the best of each lag, are simulated.
 
-    The first has the smallest lag that reaches `TOLERANCE` of the best rate; the others are by rate.
+    The first has the smallest lag that reaches `TOLERANCE` of the best rate; the others are by rate. Simulated splits
+    come first: rates by formula are no reason to prefer others.
     """
     plans = rank(problem, lags)
     fitting = distinct([plan for plan in plans if not plan.missing])
@@ -29,8 +30,9 @@ def plan(problem: Problem, lags: tuple[int, ...], simulated: int = SIMULATED) ->
         chosen += [plan for plan in fitting if plan.split.max_lag == lag and plan not in chosen][:1]
     for found in chosen:
         simulate(found)
-    chosen.sort(key=lambda plan: -plan.tokens_per_s)
-    close = [plan for plan in chosen if plan.tokens_per_s >= TOLERANCE * chosen[0].tokens_per_s]
+    chosen.sort(key=lambda plan: (plan.source != "simulation", -plan.tokens_per_s))
+    alike = [plan for plan in chosen if plan.source == chosen[0].source]
+    close = [plan for plan in alike if plan.tokens_per_s >= TOLERANCE * chosen[0].tokens_per_s]
     first = min(close, key=lambda plan: plan.split.max_lag)
     return [first] + [plan for plan in chosen if plan is not first] + [plan for plan in plans if plan not in chosen]
 
@@ -49,16 +51,11 @@ def rank(problem: Problem, lags: tuple[int, ...]) -> list[Plan]:
     plans = [evaluate(problem, split) for split in splits(problem, lags)]
     fitting = [plan for plan in plans if not plan.missing]
     if not fitting:
-        sizes = ", ".join(map(str, tensor_parallel_sizes(shape)))
-        if not plans:
-            raise ConfigError(
-                f"{shape.name} has no split on {cluster.gpus} x {cluster.gpu.name}: {shape.heads} heads, "
-                f"{shape.kv_heads} key/value heads and {shape.intermediate} columns divide by {sizes or 'nothing'}"
-            )
         nearest = min(plans, key=lambda plan: plan.missing_bytes)
         raise ConfigError(
             f"{shape.name} fits on no split of {cluster.gpus} x {cluster.gpu.name}: in the nearest ({nearest.split}) "
-            f"{nearest.missing}; use more GPUs, a kind with more memory, --lora-rank, or shorter completions"
+            f"{nearest.missing}; use more GPUs, a kind with more memory, "
+            '--lora-rank, trainer.memory = "auto" in a CONFIG.toml, or shorter completions'
         )
     fitting.sort(key=lambda plan: -plan.tokens_per_s)
     return fitting + sorted((plan for plan in plans if plan.missing), key=lambda plan: plan.missing_bytes)

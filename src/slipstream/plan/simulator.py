@@ -254,11 +254,14 @@ class Simulation:
         if self.scenario.placement == "disaggregated":
             return
         for engine in self.engines:
-            for request in engine.advance(self.now):
-                self._end_turn(request)
+            self._advance(engine)
             engine.slow = self._slowdown if self.training else 1.0
             engine.awake = self.scenario.overlaps or not self.training
             self._step_engine(engine)
+
+    def _advance(self, engine: SimulatedEngine) -> None:
+        for request in engine.advance(self.now):
+            self._end_turn(request)
 
     def _end_step(self, epoch: int, start: float, tokens: int, lags: Counter[int]) -> None:
         if epoch != self.epoch:
@@ -268,6 +271,10 @@ class Simulation:
         self.training = publishes and self.scenario.placement == "colocated"  # engines sleep until the publish
         self._share_gpus()
         self.training = False
+        if self.scenario.placement == "disaggregated":
+            for engine in self.engines:  # their totals are those of the time that they have reached
+                self._advance(engine)
+                self._step_engine(engine)
         record = StepRecord(start, self.now, tokens, lags)
         record.sampled = sum(engine.sampled for engine in self.engines)
         record.engine_busy = sum(engine.busy_s for engine in self.engines)

@@ -167,7 +167,7 @@ def can_shard_trainer(shape: Shape, ranks: int) -> bool:
 
 def tensor_parallel_sizes(shape: Shape) -> list[int]:
     """Numbers of GPUs over which heads and widths divide evenly: key/value heads are split or copied."""
-    sizes = shape.heads, shape.intermediate, shape.vocabulary
+    sizes = shape.heads, shape.intermediate
     return [
         tp for tp in (1, 2, 4, 8, 16)
         if not any(size % tp for size in sizes) and not (shape.kv_heads % tp and tp % shape.kv_heads)
@@ -198,6 +198,8 @@ def choose_microbatch(problem: Problem, split: Split) -> TrainerCost:
     free = problem.cluster.gpu.memory - HEADROOM
     if split.placement == "single_copy":
         free -= single_copy_engine(problem.shape, problem.work, split.tp)
+    elif split.placement == "colocated":
+        free -= ENGINE_OVERHEAD
     trainer, own = problem.trainer, split.placement != "single_copy"
     auto = trainer.memory == "auto"
     free *= SAFE if auto else 1
@@ -233,7 +235,8 @@ def place_memory(plan: Plan) -> None:
         short["the trainer with its engine"] = sum(plan.memory["trainer and engine"].values()) - (total - HEADROOM)
     else:
         plan.memory = {"trainer": trainer, "engine": engine}
-        short["the trainer"] = sum(trainer.values()) - (total - HEADROOM)
+        beside = ENGINE_OVERHEAD if split.placement == "colocated" else 0.0  # of a sleeping engine
+        short["the trainer"] = sum(trainer.values()) + beside - (total - HEADROOM)
     over = weights + ENGINE_OVERHEAD + plan.publish.staging + longest * key_bytes - (total - HEADROOM)
     if short["an engine"] > 0:
         short["an engine"] = max(short["an engine"], over)
@@ -270,24 +273,28 @@ def estimate(plan: Plan) -> None:
     generate = work.sampled / (split.engines * engine_rate(plan, sequences))
     alone = plan.engine.step(8, 8 * work.context)  # of the last sequences of a wave
     tail = max(0.0, work.completion.largest_of(work.rollouts) - work.completion.typical) * alone
-    outside = (work.turns - 1) * work.tool.mean + work.scoring.mean
+    together = work.rollouts if split.max_lag == 0 else work.group_size  # rollouts that wait for the slowest of them
+    outside = work.tool.largest_of(together, work.turns - 1) + work.scoring.largest_of(together)
     publish = plan.publish.hold + overhead
-    recomputed = plan.engine.prefill(sequences * work.context) if plan.in_flight == "recompute" else 0.0
+    # A group in flight takes the time of its longest rollout, and the gate bounds the groups in flight.
+    latency = work.completion.largest_of(work.group_size) * plan.engine.step(sequences, sequences * work.context)
+    varies = work.completion.spread or work.completion.samples or work.tool.spread or work.scoring.spread
+    waves = split.max_lag + (0.5 if varies else 1.0)
+    slowest = max((latency + outside) / waves, work.rollouts * work.scoring.mean / work.scorers)
+    recomputed = sequences * plan.engine.prefill(work.context) if plan.in_flight == "recompute" else 0.0
     if split.max_lag == 0:
         generate += tail + outside
         step = generate + train + publish + plan.publish.pause
     elif plan.overlaps:
-        generate += recomputed
+        generate = max(generate, slowest) + recomputed
         step = max((generate + train) * SHARED_SLOWDOWN / 2, generate, train) + publish
         generate = min(generate * SHARED_SLOWDOWN, step)
         train *= SHARED_SLOWDOWN
     elif split.placement == "colocated":
+        generate = max(generate, slowest)
         step = generate + train + publish + recomputed
     else:
-        # a group in flight takes the time of its longest rollout, and the gate bounds the groups in flight
-        latency = work.completion.largest_of(work.group_size) * plan.engine.step(sequences, sequences * work.context)
-        waves = split.max_lag + (0.5 if work.completion.spread or work.completion.samples else 1.0)
-        step = max(generate, train + publish, (latency + outside) / waves)
+        step = max(generate, train + publish, slowest)
     plan.step_s, plan.tokens_per_s = step, work.sampled / step
     plan.trainer_busy, plan.engines_busy = min(1.0, train / step), min(1.0, generate / step)
     plan.lag_mean = max(0.0, min(split.max_lag, rollouts / work.rollouts - 0.5)) if split.max_lag else 0.0

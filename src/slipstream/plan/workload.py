@@ -76,6 +76,17 @@ class Delay:
             return self.mean
         return rng.lognormvariate(math.log(self.mean) - self.spread**2 / 2, self.spread)
 
+    def largest_of(self, count: int, times: int = 1) -> float:
+        """Expected largest of `count` sums of `times` delays each, as of a log-normal with a sum's mean and variance.
+
+        The quantile is that of Blom (1958), see `Lengths.largest_of`.
+        """
+        if not self.mean or not times:
+            return 0.0
+        spread = math.sqrt(math.log1p(math.expm1(self.spread**2) / times))
+        quantile = NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+        return times * self.mean * math.exp(spread * quantile - spread**2 / 2)
+
 
 @dataclass(frozen=True)
 class Workload:

@@ -15,14 +15,14 @@ from rich.console import Console
 from slipstream.config.engine_args import serves_fp8
 from slipstream.config.loading import load_config
 from slipstream.config.schema import AUTO, Config, ConfigError, TrainerConfig
-from slipstream.observe.advice import SHAPE, advise, describe_figures, fit_run, run_config
+from slipstream.observe.advice import MOST_ERROR, SHAPE, advise, describe_figures, fit_run, run_config
 from slipstream.observe.run_data import Run, load_run
 from slipstream.plan.calibration import Fit, own_scenario
 from slipstream.plan.choice import LAGS
 from slipstream.plan.hardware import Cluster, Gpu, Rates, find_gpu
 from slipstream.plan.ranking import plan as rank_plans
 from slipstream.plan.ranking import simulated_figures
-from slipstream.plan.shapes import find_shape
+from slipstream.plan.shapes import Shape, find_shape
 from slipstream.plan.splits import Plan, Problem
 from slipstream.plan.workload import Delay, Lengths, Workload, read_lengths
 from slipstream.tools.plan_report import as_json, print_plan, print_sweep
@@ -55,7 +55,7 @@ def plan(options: argparse.Namespace, flags: list[str]) -> None:
         raise ConfigError("plan needs a CONFIG.toml, --model, or --from RUN")
     if config is None and flags:
         raise ConfigError(f"{flags[0]} is an option of a configuration; give a CONFIG.toml, too")
-    counts = parse_counts("--gpus", options.gpus or "8", 1, MAX_GPUS)
+    counts = parse_counts("--gpus", options.gpus, 1, MAX_GPUS)
     lags = parse_counts("--max-lag", options.max_lag, 0, MAX_LAG) if options.max_lag else default_lags(config)
     console = Console(width=None if Console().is_terminal else 160, highlight=False)
     found = show_fit(run, console) if run else None
@@ -127,6 +127,10 @@ def show_fit(run: Run, console: Console) -> Fit:
         found = fit_run(run)
         simulated = simulated_figures(own_scenario(found, run_config(run), SHAPE, len(run.metrics)))
         console.print(f"{run.name}: {found.describe()}\n{describe_figures(found, simulated)}")
+        if (error := abs(simulated.tokens_per_s / found.tokens_per_s - 1)) > MOST_ERROR:
+            console.print(
+                f"Warning: these rates do not explain the run ({error:.0%} off), so the figures below may err."
+            )
         if advice := advise(run):
             console.print(f"{advice}.")
     except ConfigError as error:
@@ -144,6 +148,8 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be a number from {least} to {most:,}")
     path = config.model.path if config else ""
     shape = find_shape(options.model) if options.model else find_shape(path, "model.path")
+    if found and options.model and _is_another(shape, path):
+        raise ConfigError(f"--from has the rates of another model than --model {options.model}; leave one of them out")
     gpu = measure_gpu(find_gpu(options.gpu)) if options.measure else find_gpu(options.gpu)
     cluster = Cluster(gpu, gpus, options.per_node, options.network * 1e9 / 8)
     rates, work = found.rates if found else Rates(), workload(options, config)
@@ -151,11 +157,21 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
         rates = replace(rates, engine_tokens_per_s=options.engine_rate)
     if found and not (options.completion or options.lengths):
         work = replace(work, completion=replace(found.completion, most=work.completion.most))
+        if options.turns == 1:
+            work = replace(work, turns=found.turns, tool=found.tool)
     if found and not options.prompt:
         work = replace(work, prompt=found.prompt)
     trainer = config.trainer if config else TrainerConfig()
     fp8 = config is not None and serves_fp8(config)
     return Problem(shape, cluster, work, rates, seed=options.seed, trainer=trainer, fp8_engines=fp8)
+
+
+def _is_another(shape: Shape, path: str) -> bool:
+    """Whether the model at `path`, if it is there, has another size."""
+    try:
+        return not 0.9 < shape.parameters / find_shape(path).parameters < 1.1
+    except ConfigError:
+        return False
 
 
 @cache
@@ -187,6 +203,10 @@ def measure_gpu(like: Gpu) -> Gpu:
 
 def workload(options: argparse.Namespace, config: Config | None) -> Workload:
     """The work of a run. Completions reach `sampling.max_tokens` unless `--completion` or `--lengths` is given."""
+    if options.turns == 1 and (options.tool_seconds or options.tool_tokens):
+        raise ConfigError("--tool-seconds and --tool-tokens are those between turns; give --turns 2 or more")
+    if options.lengths and (options.completion or options.spread):
+        raise ConfigError("--lengths has all lengths; leave --completion and --spread out")
     loop, most = config.loop if config else None, options.max_tokens or (config.longest_completion if config else 0)
     completion = Lengths(options.completion or most or 2048, options.spread, most)
     if options.lengths:

@@ -81,12 +81,14 @@ def _table(plans: list[Plan], price: float) -> Table:
 
 
 def _row(plan: Plan, price: float) -> dict[str, str]:
-    mark = "" if plan.source == "simulation" else "~"
+    by_formula = plan.source != "simulation"
+    mark, most = ("~", "<= ") if by_formula else ("", "")
     return {
         "GPUs": f"{plan.problem.cluster.gpus}", "max_lag": f"{plan.split.max_lag}", "split": f"{plan.split}",
         "tokens/s": f"{mark}{number(plan.tokens_per_s)}", "step": f"{plan.step_s:,.1f} s", "run": duration(plan.run_s),
-        "trainer": f"{plan.trainer_busy:.0%}", "engines": f"{plan.engines_busy:.0%}", "lag": f"{plan.lag_mean:.1f}",
-        "p99": f"{'<= ' if mark else ''}{plan.lag_p99:.0f}", "stale": f"{plan.stale:.1%}",
+        "trainer": f"{plan.trainer_busy:.0%}", "engines": f"{plan.engines_busy:.0%}",
+        "lag": f"{most}{plan.lag_mean:.1f}", "p99": f"{most}{plan.lag_p99:.0f}",
+        "stale": "–" if by_formula else f"{plan.stale:.1%}",
         "pause": f"{1000 * plan.publish.pause:,.0f} ms",
         "slots": f"{plan.slots}", "GPU-hours": short(plan.gpu_hours),
     } | ({"cost": number(plan.gpu_hours * price)} if price else {})  # fmt: skip
@@ -131,6 +133,8 @@ def explain(plans: list[Plan]) -> str:
     gain = best.tokens_per_s / other.tokens_per_s
     side = "engines are" if other.engines_busy >= other.trainer_busy else "trainer is"
     ratio = f"{abs(gain - 1):.0%} {'more' if gain > 1 else 'fewer'} than" if abs(gain - 1) >= 0.005 else "as many as"
+    if gain < 1 and best.split.max_lag < other.split.max_lag:
+        ratio = f"at a smaller lag, {ratio}"
     second = (
         f"That is {ratio} the next, {other.split} with max_lag = {other.split.max_lag}, whose {side} the slower "
         f"side (trainer busy {other.trainer_busy:.0%}, engines {other.engines_busy:.0%})."
@@ -159,6 +163,7 @@ def options(plan: Plan) -> dict[str, dict[str, Any]]:
     if split.ranks > 1:
         trainer |= {"parallel": split.parallel, "context_parallel": split.context_parallel}
     values = {option: getattr(plan.trainer, field) for option, field in OPTIONS.items()}
+    values |= {name: getattr(plan.problem.trainer, name) for name in ("compile", "fp8")}
     trainer |= {name: v for name, v in values.items() if name in CHOSEN_ALWAYS or v != getattr(TrainerConfig(), name)}
     sync: dict[str, Any] = {
         "link": "auto" if split.placement == "colocated" else plan.publish.link,
@@ -185,7 +190,10 @@ def to_config(plan: Plan) -> str:
     """The options as TOML. Raises `ConfigError` if no run can have them."""
     sections = options(plan)
     validate({"model": {"path": "model"}, "environment": {"name": "addition"}} | sections)
-    lines = [f'[model]\npath = "{plan.problem.shape.name}"  # a directory or a Hub name\n']
+    lines = [
+        f'[model]\npath = "{plan.problem.shape.name}"  # a directory or a Hub name\n',
+        '# [environment]\n# name = "..."  # an environment, or dataset = "..."\n',
+    ]
     for name, values in sections.items():
         lines.append(f"[{name}]\n" + "".join(f"{key} = {to_toml(value)}\n" for key, value in values.items()))
     return "\n".join(lines)
