@@ -166,6 +166,15 @@ def test_engines_with_fp8_weights_hold_and_read_half_of_the_layers() -> None:
     assert fp8.engine.fixed(8) < whole.engine.fixed(8) and fp8.trainer.memory() == whole.trainer.memory()
 
 
+def test_a_kl_reference_takes_memory_and_a_forward_pass() -> None:
+    split = Split("disaggregated", 4, "fsdp", 1, 4, 1, 1)
+    plain, kl = (evaluate(problem(reference=reference), split) for reference in ("", "start"))
+    assert kl.memory["trainer"]["reference"] == plain.problem.shape.weight_bytes / 4
+    assert kl.trainer.step(1e5, 1e5) > 1.2 * plain.trainer.step(1e5, 1e5)
+    adapters = problem(reference="start", work=work(Lengths(2048), groups=64, group_size=8, lora_rank=32))
+    assert "reference" not in evaluate(adapters, split).memory["trainer"]
+
+
 def test_a_turn_is_shorter_where_the_trainers_state_stays() -> None:
     split = Split("colocated", 2, "fsdp", 1, 2, 1, 1)
     kept, moved = (evaluate(problem("8B", gpu, 2), split).publish for gpu in ("h200", "h100"))

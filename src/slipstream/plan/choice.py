@@ -9,7 +9,7 @@ from slipstream.config.engine_args import serves_fp8
 from slipstream.config.loading import with_options
 from slipstream.config.schema import AUTO, Config
 from slipstream.plan.hardware import GPUS, Cluster, Gpu, Rates
-from slipstream.plan.memory import workload_of
+from slipstream.plan.memory import kl_reference, workload_of
 from slipstream.plan.ranking import TOLERANCE, simulate
 from slipstream.plan.shapes import find_shape
 from slipstream.plan.splits import Plan, Problem, Split, evaluate
@@ -57,7 +57,7 @@ class Candidates:
         shape = replace(find_shape(config.model.path, "model.path"), context=10**9)
         self._problem = Problem(
             shape, cluster, workload_of(config), Rates(), slots=config.generator.max_num_seqs, trainer=config.trainer,
-            fp8_engines=serves_fp8(config),
+            fp8_engines=serves_fp8(config), reference=kl_reference(config),
         )  # fmt: skip
         self._config = config
 

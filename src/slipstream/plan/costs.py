@@ -123,6 +123,7 @@ class TrainerCost:
     compiled: bool = True
     fp8: bool = False
     shard_size: int = 0  # ranks that share one copy of the weights (fsdp); 0 is all of them
+    reference: str = ""  # of a KL term: "start", "average" or "model" (another one)
 
     @property
     def runs_compiled(self) -> bool:
@@ -147,7 +148,7 @@ class TrainerCost:
             return rates.train_fixed_s + rates.train_token_s * packed / self.ranks
         operations = self.shape.forward_operations(packed, self.work.context, sampled)
         backward = 1 if self.work.lora_rank else 2  # no gradients of frozen weights
-        operations *= RECOMPUTED[self.checkpointing] + backward
+        operations *= RECOMPUTED[self.checkpointing] + backward + bool(self.reference)
         reached = rates.train * (1 - math.exp(-self.shape.hidden / rates.narrow))
         reached *= rates.experts if self.shape.experts > 1 else 1.0
         compute = operations / (self.ranks * self.cluster.gpu.operations * reached)
@@ -195,8 +196,21 @@ class TrainerCost:
             "weights": weights if self.own_copy else 0.0,
             **self._state(),
             "activations": self._activations(),
+            **({"reference": self.reference_bytes} if self.reference_bytes else {}),
             "overhead": TRAINER_OVERHEAD,
         }
+
+    @property
+    def reference_bytes(self) -> float:
+        """Bytes of the KL reference on each GPU.
+
+        These are its weights, which only `fsdp` shards, and for "average" also the average in float32. With adapters
+        only a reference of another model takes memory. It is estimated at the policy's size.
+        """
+        if not self.reference or (self.work.lora_rank and self.reference != "model"):  # adapters share their base
+            return 0.0
+        weights = self.shape.weight_bytes / (self.shards if self.parallel == "fsdp" else 1)
+        return weights + (FP32 * self.shape.parameters / self.shards if self.reference == "average" else 0.0)
 
     def _state(self) -> dict[str, float]:
         """Bytes of what the optimizer reads and writes on the GPU."""

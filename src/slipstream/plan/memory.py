@@ -12,7 +12,7 @@ from slipstream.config.checks import spares_copy
 from slipstream.config.engine_args import SHARED_MEMORY
 from slipstream.config.loading import with_options
 from slipstream.config.schema import Config
-from slipstream.plan.costs import ENGINE_OVERHEAD, FP32, TrainerCost
+from slipstream.plan.costs import ENGINE_OVERHEAD, TrainerCost
 from slipstream.plan.hardware import GIB, Cluster, Gpu, Rates
 from slipstream.plan.shapes import Shape, find_shape
 from slipstream.plan.workload import Lengths, Workload
@@ -140,25 +140,15 @@ def _describe(cost: TrainerCost, best: TrainerCost, taken: Mapping[str, Any], fr
 
 def free_memory(config: Config, shape: Shape, gpus: int, gpu: Gpu) -> float:
     """Bytes of a GPU that the trainer's estimate may take: all but a KL reference, an engine there, and a margin."""
-    others = sum(_engine_parts(config, shape, gpus, gpu)) + _reference_bytes(config, shape)
+    cost = replace(cost_of(config, shape, Cluster(gpu, gpus)), reference=kl_reference(config))
+    others = sum(_engine_parts(config, shape, gpus, gpu)) + cost.reference_bytes
     return SAFE * (gpu.memory - others) - HEADROOM
 
 
-def _reference_bytes(config: Config, shape: Shape) -> float:
-    """Bytes of the KL reference on each GPU of the trainer; 0.0 without a KL term.
-
-    These are its weights, which only `fsdp` shards, and for "average" also the average in float32. With adapters only
-    a reference of another model takes memory. It is estimated at the policy's size.
-    """
-    algorithm, trainer = config.algorithm, config.trainer
-    another = algorithm.reference not in ("start", "average")
-    if not algorithm.kl_coef or (config.lora.rank and not another):  # adapters are small, and share their base
-        return 0.0
-    shards = trainer.fsdp_shard_size or trainer.ranks
-    weights = shape.weight_bytes / (shards if trainer.parallel == "fsdp" else 1)
-    if algorithm.reference != "average":
-        return weights
-    return weights + FP32 * shape.parameters / (1 if trainer.parallel == "ddp" else shards)
+def kl_reference(config: Config) -> str:
+    """The `TrainerCost.reference` of a configuration."""
+    reference = config.algorithm.reference if config.algorithm.kl_coef else ""
+    return reference if reference in ("", "start", "average") else "model"
 
 
 def single_copy_engine(shape: Shape, work: Workload, tp: int) -> float:

@@ -41,6 +41,7 @@ class Problem:
     slots: int = 0  # 0: chosen
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     fp8_engines: bool = False  # serve the matrices of layers in FP8
+    reference: str = ""  # as in `TrainerCost`
 
     @property
     def served(self) -> Shape:
@@ -208,6 +209,7 @@ def choose_microbatch(problem: Problem, split: Split) -> TrainerCost:
     cost = TrainerCost(
         problem.shape, problem.cluster, problem.rates, problem.work, split.ranks, split.parallel,
         split.context_parallel, own_copy=own, compiled=trainer.compile, fp8=trainer.fp8,
+        reference=problem.reference,
     )  # fmt: skip
     may_cast = auto and split.ranks == 1 and split.placement == "disaggregated" and not problem.work.lora_rank
     return cheapest(candidates(cost, given, may_cast, auto and split.placement == "disaggregated"), free)

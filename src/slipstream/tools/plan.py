@@ -20,6 +20,7 @@ from slipstream.observe.run_data import Run, load_run
 from slipstream.plan.calibration import Fit, own_scenario
 from slipstream.plan.choice import LAGS
 from slipstream.plan.hardware import Cluster, Gpu, Rates, find_gpu
+from slipstream.plan.memory import kl_reference
 from slipstream.plan.ranking import plan as rank_plans
 from slipstream.plan.ranking import simulated_figures
 from slipstream.plan.shapes import Shape, find_shape
@@ -163,7 +164,10 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
         work = replace(work, prompt=found.prompt)
     trainer = config.trainer if config else TrainerConfig()
     fp8 = config is not None and serves_fp8(config)
-    return Problem(shape, cluster, work, rates, seed=options.seed, trainer=trainer, fp8_engines=fp8)
+    reference = kl_reference(config) if config else ""
+    return Problem(
+        shape, cluster, work, rates, seed=options.seed, trainer=trainer, fp8_engines=fp8, reference=reference
+    )
 
 
 def _is_another(shape: Shape, path: str) -> bool:
