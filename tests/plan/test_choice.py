@@ -6,7 +6,8 @@ import pytest
 
 from slipstream.config.loading import load_config
 from slipstream.config.schema import AUTO, Config, ConfigError
-from slipstream.plan.choice import choose_options, kind_of
+from slipstream.plan.choice import choose_options
+from slipstream.plan.hardware import kind_of
 
 
 def config(*flags: str) -> Config:
@@ -53,6 +54,7 @@ def test_given_numbers_stay() -> None:
 def test_kinds_by_their_names_in_cuda(name: str, kind: str | None) -> None:
     found = kind_of(name)
     assert (found.name if found else None) == kind
+    assert not kind or find_gpu(name).name == kind
 
 
 @pytest.mark.parametrize(

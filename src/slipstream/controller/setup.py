@@ -43,8 +43,8 @@ from slipstream.observe.health import Health, replay
 from slipstream.observe.progress import report_startup
 from slipstream.observe.run_data import read_lines
 from slipstream.observe.trackers import check_installed
-from slipstream.plan.choice import choose_options, kind_of
-from slipstream.plan.hardware import GPUS, Gpu
+from slipstream.plan.choice import choose_options
+from slipstream.plan.hardware import GPUS, Gpu, kind_of
 from slipstream.plan.memory import choose_memory
 from slipstream.runtime.closing import run_bounded
 from slipstream.runtime.memory import freeze_heap

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from slipstream.config.engine_args import serves_fp8
 from slipstream.config.loading import with_options
 from slipstream.config.schema import AUTO, Config
-from slipstream.plan.hardware import GPUS, Cluster, Gpu, Rates
+from slipstream.plan.hardware import Cluster, Rates, kind_of
 from slipstream.plan.memory import kl_reference, workload_of
 from slipstream.plan.ranking import TOLERANCE, simulate
 from slipstream.plan.shapes import find_shape
@@ -39,15 +38,6 @@ def choose_options(config: Config, gpus: int, gpu_name: str) -> Config:
             lag = _smallest(found) or lag
     loop, generator = (section.model_dump(exclude_unset=True) for section in (config.loop, config.generator))
     return with_options(config, loop=loop | {"max_lag": lag}, generator=generator | {"replicas": engines})
-
-
-def kind_of(name: str) -> Gpu | None:
-    """The GPU kind that CUDA names so; None if it is not in the table."""
-    words = re.split(r"[^a-z0-9]+", name.lower().replace("rtx 4090", "rtx4090"))
-    found = max((kind for kind in GPUS if kind.partition("-")[0] in words), key=len, default=None)
-    if found and "-" in found and not set(found.split("-")) <= set(words):
-        found = found.partition("-")[0]
-    return GPUS[found] if found else None
 
 
 class Candidates:

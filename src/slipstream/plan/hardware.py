@@ -8,6 +8,7 @@ the data sheet says. NVLink is per direction; GPUs without it use PCIe.
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 
 from slipstream.config.schema import ConfigError
@@ -38,11 +39,20 @@ GPUS = {gpu.name: gpu for gpu in (
 )}  # fmt: skip
 
 
+def kind_of(name: str) -> Gpu | None:
+    """The GPU kind that CUDA names so; None if it is not in the table."""
+    words = re.split(r"[^a-z0-9]+", name.lower().replace("rtx 4090", "rtx4090"))
+    found = max((kind for kind in GPUS if kind.partition("-")[0] in words), key=len, default=None)
+    if found and "-" in found and not set(found.split("-")) <= set(words):
+        found = found.partition("-")[0]
+    return GPUS[found] if found else None
+
+
 def find_gpu(name: str) -> Gpu:
-    """The GPU kind of this name. Raises `ConfigError`."""
+    """The GPU kind of this name, which may be CUDA's. Raises `ConfigError`."""
     key = name.lower().replace("_", "-").removeprefix("nvidia-")
-    if key in GPUS:
-        return GPUS[key]
+    if found := GPUS.get(key) or kind_of(key):
+        return found
     close = difflib.get_close_matches(key, GPUS, 1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise ConfigError(f"--gpu {name}: unknown kind of GPU{hint}; known are {', '.join(GPUS)}")
