@@ -214,7 +214,7 @@ def _add_plan(into: Subparsers) -> None:
         ("--completion", int, None, "mean tokens of a completion (default: its limit)"),
         ("--spread", float, 0.0, "deviation of the logarithm of the lengths (default: 0, equal lengths)"),
         ("--max-tokens", int, None, "longest completion (default: sampling.max_tokens, or four times the mean)"),
-        ("--turns", int, 1, "turns of an episode, which share its tokens (default: 1)"),
+        ("--turns", int, None, "turns of an episode, which share its tokens (default: the run's, or 1)"),
         ("--tool-seconds", float, 0.0, "mean time of a tool after each turn but the last (default: 0)"),
         ("--tool-tokens", int, 0, "tokens that a tool adds (default: 0)"),
         ("--scoring-seconds", float, 0.0, "mean time to score a rollout (default: 0)"),

@@ -86,7 +86,7 @@ def test_turns_of_a_rollout_are_no_rollouts() -> None:
     found = fit(metrics, events, config("--generator.max_num_seqs=16"), 10.0)
     assert (found.turns, found.completion.mean) == (2, 100)
     assert found.tool_s == pytest.approx(0.2)
-    own = own_scenario(found, config("--loop.groups_per_step=2", "--loop.group_size=5"), SHAPE, 20)
+    own = own_scenario(found, config("--loop.groups_per_step=2", "--loop.group_size=5"), SHAPE)
     assert (own.work.turns, own.work.tool.mean) == (2, pytest.approx(0.2))
 
 
@@ -101,7 +101,9 @@ def test_short_records_are_refused() -> None:
 
 def test_a_run_is_simulated_with_its_own_options() -> None:
     found = fit(*records(20), config("--generator.max_num_seqs=16"), 10.0)
-    own = own_scenario(found, config("--loop.max_lag=0", "--loop.groups_per_step=2", "--loop.group_size=5"), SHAPE, 20)
+    own = own_scenario(
+        found, config("--loop.max_lag=0", "--loop.groups_per_step=2", "--loop.group_size=5", "--loop.steps=20"), SHAPE
+    )
     figures = simulated_figures(own)
     assert (own.max_lag, own.work.rollouts, own.work.steps, own.continues) == (0, 10, 20, False)
     assert figures.lag_mean == 0
@@ -113,7 +115,8 @@ def test_the_simulated_part_of_a_long_run_has_no_end() -> None:
     found = fit(*records(20), config("--generator.max_num_seqs=16"), 10.0)
     found = replace(found, completion=Lengths(256, 0.6, 2048))  # with stragglers, which the last steps wait for
     whole, part = (
-        simulated_figures(own_scenario(found, config("--loop.max_lag=4"), SHAPE, 200, most)) for most in (200, 14)
+        simulated_figures(own_scenario(found, config("--loop.max_lag=4", "--loop.steps=200"), SHAPE, most))
+        for most in (200, 14)
     )
     assert part.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=0.05)
     assert part.engines_busy == pytest.approx(whole.engines_busy, abs=0.03)

@@ -7,7 +7,7 @@ import pytest
 from slipstream.config.loading import load_config
 from slipstream.config.schema import AUTO, Config, ConfigError
 from slipstream.plan.choice import choose_options
-from slipstream.plan.hardware import kind_of
+from slipstream.plan.hardware import find_gpu, kind_of
 
 
 def config(*flags: str) -> Config:

@@ -13,6 +13,7 @@ import torch
 
 from slipstream import cli
 from slipstream.config.loading import validate
+from slipstream.config.trainer import TrainerConfig
 from slipstream.plan.hardware import find_gpu
 from slipstream.plan.ranking import rank
 from slipstream.plan.splits import Split, evaluate
@@ -196,3 +197,8 @@ def test_wrong_arguments_are_one_line(
     assert cli.main(["plan", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
+
+
+def test_every_split_of_an_fp8_trainer_is_a_valid_configuration() -> None:
+    for found in rank(problem(gpus=4, trainer=TrainerConfig(fp8=True)), (0, 1)):
+        assert found.missing or "fp8 = true" in to_config(found)

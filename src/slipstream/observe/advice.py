@@ -53,7 +53,7 @@ def advise(run: Run) -> Advice | None:
     found, config = fit_run(run), run_config(run)
     rollouts = config.loop.groups_per_step * config.loop.group_size
     steps = max(LEAST_STEPS, min(STEPS, MAX_ROLLOUTS // rollouts))
-    scenario = own_scenario(found, config, SHAPE, len(run.metrics), steps)
+    scenario = own_scenario(found, config, SHAPE, steps)
     now = simulated_figures(scenario)
     errors = now.trainer_busy - found.trainer_busy, now.engines_busy - found.engines_busy
     if max(map(abs, errors)) > MOST_ERROR:
@@ -70,9 +70,19 @@ def advise(run: Run) -> Advice | None:
 
 def fit_run(run: Run) -> Fit:
     """The rates of a run. Raises `ConfigError` as `fit`."""
-    table = run.table(run.rollout_steps[-1], ["prompt_ids"]) if run.rollout_steps else None
-    prompts = [len(row["prompt_ids"]) for row in table.to_pylist()] if table is not None else []
-    return fit(run.metrics, run.events, run_config(run), mean(prompts))
+    columns = ["visit_id", "rollout", "turn", "prompt_ids", "completion_ids"]
+    table = run.table(run.rollout_steps[-1], columns) if run.rollout_steps else None
+    lengths = {
+        (row["visit_id"], row["rollout"], row["turn"]): (len(row["prompt_ids"]), len(row["completion_ids"]))
+        for row in (table.to_pylist() if table is not None else [])
+    }
+    prompts = [prompt for (_, _, turn), (prompt, _) in lengths.items() if turn == 0]
+    added = [
+        prompt - sum(lengths[visit, rollout, turn - 1])
+        for (visit, rollout, turn), (prompt, _) in lengths.items()
+        if (visit, rollout, turn - 1) in lengths
+    ]
+    return fit(run.metrics, run.events, run_config(run), mean(prompts), mean(added))
 
 
 def run_config(run: Run, *flags: str) -> Config:

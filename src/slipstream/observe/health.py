@@ -52,6 +52,7 @@ class Measure(NamedTuple):
 
 
 HEALTHY = Measure(0.0)
+BOTH_IDLE = 0.5  # share of the time; above it neither the trainer nor the engines are slower than the other side
 
 
 class Rule(NamedTuple):
@@ -213,19 +214,20 @@ def _slow_rewards(h: History) -> Measure:
 
 
 def _trainer_idle(h: History) -> Measure:
-    waits, _, parts = _waits(h)
+    waits, idle, parts = _waits(h)
+    if idle > BOTH_IDLE and _works_apart(h):  # engines and ranks are enough
+        return Measure(waits, f"trainer and engines both wait, for tools or restarts: {parts}", "Raise loop.max_lag")
     return Measure(waits, f"generation is slower than training: {parts}") if _works_apart(h) else HEALTHY
 
 
 def _engines_idle(h: History) -> Measure:
-    _, idle, parts = _waits(h)
-    return Measure(idle, f"engines have too little work: {parts}") if _works_apart(h) else HEALTHY
+    waits, idle, parts = _waits(h)
+    return Measure(idle * (waits <= BOTH_IDLE and _works_apart(h)), f"engines have too little work: {parts}")
 
 
 def _works_apart(h: History) -> bool:
-    """Whether trainer and engines may work at the same time, and do not both wait, for rewards or for restarts."""
-    waits, idle, _ = _waits(h)
-    return bool(h.option("loop.max_lag")) and min(waits, idle) < 0.5 and not _slow_rewards(h).value > SLOW_REWARDS
+    """Whether trainer and engines may work at the same time, and do not both wait for rewards."""
+    return bool(h.option("loop.max_lag")) and not _slow_rewards(h).value > SLOW_REWARDS
 
 
 def _engine_lost(h: History) -> Measure:

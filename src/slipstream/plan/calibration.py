@@ -54,6 +54,7 @@ class Fit:
     overlaps: bool  # whether colocated engines sampled during steps
     turns: int  # of a rollout
     tool_s: float  # from the end of a turn to the next one
+    tool_tokens: int  # that the next turn's prompt has in addition
 
     @property
     def tool(self) -> Delay:
@@ -75,9 +76,10 @@ def rollouts(events: Sequence[Record]) -> list[list[Sampled]]:
     found: list[list[Sampled]] = []
     for event in (event for event in events if event.get("kind") == "group"):
         by_number: dict[int, list[Sampled]] = {}
-        for engine, start, end, tokens, *_, number in event["rollouts"]:
+        for row in event["rollouts"]:
+            engine, start, end, tokens = row[:4]
             if engine and tokens and end > start:
-                by_number.setdefault(number, []).append(Sampled(engine, start, end, tokens))
+                by_number.setdefault(row[8], []).append(Sampled(engine, start, end, tokens))
         found += by_number.values()
     return found
 
@@ -92,8 +94,12 @@ def _timed_steps(metrics: Sequence[Record]) -> list[Record]:
     return steps
 
 
-def fit(metrics: Sequence[Record], events: Sequence[Record], config: Config, prompt: float) -> Fit:
-    """Rates of a run from its records. `prompt` is the mean number of tokens of a prompt.
+def fit(
+    metrics: Sequence[Record], events: Sequence[Record], config: Config, prompt: float, tool_tokens: float = 0.0
+) -> Fit:
+    """Rates of a run from its records. `prompt` is the mean number of tokens of a rollout's first prompt.
+
+    `tool_tokens` is that of the tokens that a tool adds before each further turn.
 
     Raises `ConfigError` if the records are too short or have no timeline.
     """
@@ -131,7 +137,7 @@ def fit(metrics: Sequence[Record], events: Sequence[Record], config: Config, pro
         trained / seconds, busy["train"], busy["gen"],
         sum(r["lag/mean"] * r["train/tokens"] for r in timed) / trained,
         config.sync.placement == "colocated" and not timed[-1].get("sync/onload_s"),
-        round(fmean(map(len, played))), max(0.0, fmean(between or [0.0])),
+        round(fmean(map(len, played))), max(0.0, fmean(between or [0.0])), max(0, round(tool_tokens)),
     )  # fmt: skip
 
 
@@ -189,20 +195,14 @@ def _area(times: Array, upto: Array) -> Array:
     return found
 
 
-def own_scenario(found: Fit, config: Config, shape: Shape, steps: int, most: int = 40) -> Scenario:
-    """The scenario of the run itself, with its fitted rates: its `steps` steps, or the first `most` of them."""
+def own_scenario(found: Fit, config: Config, shape: Shape, most: int = 40) -> Scenario:
+    """The scenario of the run itself, with its fitted rates: its `loop.steps` steps, or the first `most` of them."""
     loop, engines, sync = config.loop, config.generator, config.sync
     colocated = sync.placement == "colocated"
     work = Workload(
-        found.prompt,
-        found.completion,
-        loop.groups_per_step,
-        loop.group_size,
-        min(steps, most),
-        sync.every,
-        found.turns,
-        found.tool,
-    )
+        found.prompt, found.completion, loop.groups_per_step, loop.group_size, min(loop.steps, most), sync.every,
+        found.turns, found.tool, found.tool_tokens,
+    )  # fmt: skip
     cluster = Cluster(find_gpu("h100"), 8)  # whose rates the fitted ones replace
     hold = found.rates.step_overhead_s if colocated else 0.0
     return Scenario(
@@ -211,5 +211,5 @@ def own_scenario(found: Fit, config: Config, shape: Shape, steps: int, most: int
         PublishCost(sync.link, found.transfer_s, hold, found.pause_s, 0.0),
         engines.replicas, engines.max_num_seqs, math.inf, loop.max_lag, sync.placement, sync.in_flight,
         loop.force_max_lag, loop.buffer_size, overlaps=found.overlaps,
-        step_overhead_s=0.0 if colocated else found.rates.step_overhead_s, continues=steps > most,
+        step_overhead_s=0.0 if colocated else found.rates.step_overhead_s, continues=loop.steps > most,
     )  # fmt: skip

@@ -273,7 +273,6 @@ class Simulation:
         self.training = False
         if self.scenario.placement == "disaggregated":
             for engine in self.engines:  # their totals are those of the time that they have reached
-                self._advance(engine)
                 self._step_engine(engine)
         record = StepRecord(start, self.now, tokens, lags)
         record.sampled = sum(engine.sampled for engine in self.engines)

@@ -135,6 +135,7 @@ def splits(problem: Problem, lags: tuple[int, ...]) -> Iterator[Split]:
                 for parallel, context in parallelisms(problem, gpus) if gpus <= problem.cluster.per_node else ():
                     yield Split("colocated", gpus, parallel, context, gpus // tp, tp, lag)
             alone = not problem.work.lora_rank and problem.work.every == 1 and can_shard_trainer(shape, tp)
+            alone = alone and (tp == 1 or not problem.trainer.fp8)
             if lag and gpus == tp and alone:
                 yield Split("single_copy", tp, "tensor" if tp > 1 else "fsdp", 1, 1, tp, lag)
             if lag and tp == 1 < gpus <= problem.cluster.per_node and alone and shape.experts == 1:
@@ -156,7 +157,8 @@ def parallelisms(problem: Problem, ranks: int) -> Iterator[tuple[str, int]]:
     for context in (2, 4, 8):
         if ranks % context == 0 and problem.work.longest > 8192 * context:
             yield "fsdp", context
-    if can_shard_trainer(problem.shape, ranks) and ranks <= problem.cluster.per_node and not problem.work.lora_rank:
+    plain = not problem.work.lora_rank and not problem.trainer.fp8
+    if can_shard_trainer(problem.shape, ranks) and ranks <= problem.cluster.per_node and plain:
         yield "tensor", 1
 
 
@@ -276,25 +278,26 @@ def estimate(plan: Plan) -> None:
     alone = plan.engine.step(8, 8 * work.context)  # of the last sequences of a wave
     tail = max(0.0, work.completion.largest_of(work.rollouts) - work.completion.typical) * alone
     together = work.rollouts if split.max_lag == 0 else work.group_size  # rollouts that wait for the slowest of them
-    outside = work.tool.largest_of(together, work.turns - 1) + work.scoring.largest_of(together)
+    scoring = work.rollouts * work.scoring.mean / work.scorers  # if scorers never wait
+    slowest_score = work.scoring.largest_of(together)
+    tools = work.tool.largest_of(together, work.turns - 1)
     publish = plan.publish.hold + overhead
     # A group in flight takes the time of its longest rollout, and the gate bounds the groups in flight.
     latency = work.completion.largest_of(work.group_size) * plan.engine.step(sequences, sequences * work.context)
     varies = work.completion.spread or work.completion.samples or work.tool.spread or work.scoring.spread
     waves = split.max_lag + (0.5 if varies else 1.0)
-    slowest = max((latency + outside) / waves, work.rollouts * work.scoring.mean / work.scorers)
+    slowest = max((latency + tools + slowest_score) / waves, scoring)
     recomputed = sequences * plan.engine.prefill(work.context) if plan.in_flight == "recompute" else 0.0
     if split.max_lag == 0:
-        generate += tail + outside
+        generate += tail + tools + max(scoring, slowest_score)
         step = generate + train + publish + plan.publish.pause
     elif plan.overlaps:
-        generate = max(generate, slowest) + recomputed
-        step = max((generate + train) * SHARED_SLOWDOWN / 2, generate, train) + publish
+        generate += recomputed
+        step = max((generate + train) * SHARED_SLOWDOWN / 2, generate, train, slowest) + publish
         generate = min(generate * SHARED_SLOWDOWN, step)
         train *= SHARED_SLOWDOWN
     elif split.placement == "colocated":
-        generate = max(generate, slowest)
-        step = generate + train + publish + recomputed
+        step = max(generate, slowest) + train + publish + recomputed
     else:
         step = max(generate, train + publish, slowest)
     plan.step_s, plan.tokens_per_s = step, work.sampled / step

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist, fmean
+from typing import Any
 
 from slipstream.config.schema import ConfigError
 
@@ -77,7 +78,7 @@ class Delay:
         return rng.lognormvariate(math.log(self.mean) - self.spread**2 / 2, self.spread)
 
     def largest_of(self, count: int, times: int = 1) -> float:
-        """Expected largest of `count` sums of `times` delays each, as of a log-normal with a sum's mean and variance.
+        """About the largest of `count` sums of `times` delays each, as of a log-normal with a sum's mean and variance.
 
         The quantile is that of Blom (1958), see `Lengths.largest_of`.
         """
@@ -163,8 +164,9 @@ def read_lengths(path: Path) -> Lengths:
     return Lengths(fmean(samples), samples=samples)
 
 
-def _length(path: Path, place: int, entry: object) -> int:
-    with contextlib.suppress(ValueError, TypeError, OverflowError):
-        if 1 <= (length := int(entry)) <= MAX_LENGTH:  # type: ignore[call-overload]
-            return int(length)
+def _length(path: Path, place: int, entry: Any) -> int:
+    with contextlib.suppress(ValueError):
+        is_number = isinstance(entry, int | str) or (isinstance(entry, float) and entry.is_integer())
+        if is_number and not isinstance(entry, bool) and 1 <= int(entry) <= MAX_LENGTH:
+            return int(entry)
     raise ConfigError(f"--lengths {path}, entry {place}: {entry!r:.40} is no whole number from 1 to {MAX_LENGTH:,}")

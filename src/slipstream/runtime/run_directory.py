@@ -37,6 +37,7 @@ LOCKING_S = 60.0  # within which a process locks the scratch directory that it h
 PARTIAL, DAMAGED = ".partial", ".damaged"
 READY = "ready"  # key of the state that names the file of ready groups
 STEP = "step_"  # and a number: the name of a complete checkpoint
+LOCK = "lock"  # name of the locked file
 
 
 class RunDirectory:
@@ -50,6 +51,7 @@ class RunDirectory:
         self.policy = path / "policy"
         self._checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
+        self._made = False  # by this process
 
     @classmethod
     def create(cls, path: Path) -> RunDirectory:
@@ -130,29 +132,39 @@ class RunDirectory:
         if damaged:
             path, why = next(iter(damaged.items()))
             raise ConfigError(
-                f"{path}: {why}, and all other checkpoints are damaged; remove {self._checkpoints} to restart the run"
+                f"{path}: {why}, and all other checkpoints are damaged; remove {self._checkpoints} and {self.summary} "
+                "to start the run again"
             )
-        if self.summary.exists() and json.loads(self.summary.read_text())["steps"]:
+        if self._has_ended():
             raise ConfigError(
                 f"{self.path} has ended, and its checkpoints are gone: start a new run with "
                 f"--model.path {self.policy}, or remove {self.summary} to start this one again"
             )
         return None, {}, []
 
+    def _has_ended(self) -> bool:
+        """Whether the summary says that the run has ended after a step."""
+        try:
+            return bool(json.loads(self.summary.read_text())["steps"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
+
     def close(self) -> None:
-        """Release the lock. Removes the directory of a run that has not begun, unless others have put files there."""
+        """Release the lock. Removes the directory if this process made it and only the lock is there."""
         if not self._lock:
             return
-        if not self.config.exists():
-            (self.path / "lock").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it is not empty
-                self.path.rmdir()
+        if self._made and [path.name for path in self.path.iterdir()] == [LOCK]:
+            (self.path / LOCK).unlink()
+            self.path.rmdir()
         self._lock.close()
 
     def _create_and_lock(self) -> None:
         try:
+            self._made = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.path / "lock")
+            self._lock = lock(self.path / LOCK)
+            if not (self.path / LOCK).exists():
+                raise BlockingIOError  # the process that held it has just removed it
             for left in self.path.glob(f"{RENDEZVOUS_PREFIX}*"):  # by the trainer of a killed controller
                 shutil.rmtree(left, ignore_errors=True)
         except BlockingIOError:

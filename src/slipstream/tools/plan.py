@@ -15,7 +15,7 @@ from rich.console import Console
 from slipstream.config.engine_args import serves_fp8
 from slipstream.config.loading import load_config
 from slipstream.config.schema import AUTO, Config, ConfigError, TrainerConfig
-from slipstream.observe.advice import MOST_ERROR, SHAPE, advise, describe_figures, fit_run, run_config
+from slipstream.observe.advice import SHAPE, advise, describe_figures, fit_run, run_config
 from slipstream.observe.run_data import Run, load_run
 from slipstream.plan.calibration import Fit, own_scenario
 from slipstream.plan.choice import LAGS
@@ -23,12 +23,13 @@ from slipstream.plan.hardware import Cluster, Gpu, Rates, find_gpu
 from slipstream.plan.memory import kl_reference
 from slipstream.plan.ranking import plan as rank_plans
 from slipstream.plan.ranking import simulated_figures
-from slipstream.plan.shapes import Shape, find_shape
+from slipstream.plan.shapes import find_shape
 from slipstream.plan.splits import Plan, Problem
 from slipstream.plan.workload import Delay, Lengths, Workload, read_lengths
 from slipstream.tools.plan_report import as_json, print_plan, print_sweep
 
 COPIED_BYTES, COPIES = 2**30, 20
+FIT_ERROR = 0.2  # of trained tokens/s in the simulation of a run by its own rates; more is warned of
 MAX_GPUS, MAX_LAG = 1024, 1000
 INTEGERS = {  # bounds
     "rollouts": (1, 10**9), "group_size": (2, 10**9), "prompt": (1, 10**9), "completion": (1, 10**9),
@@ -59,6 +60,8 @@ def plan(options: argparse.Namespace, flags: list[str]) -> None:
     counts = parse_counts("--gpus", options.gpus, 1, MAX_GPUS)
     lags = parse_counts("--max-lag", options.max_lag, 0, MAX_LAG) if options.max_lag else default_lags(config)
     console = Console(width=None if Console().is_terminal else 160, highlight=False)
+    if run and _is_another(options.model or (config.model.path if config else ""), run_config(run).model.path):
+        raise ConfigError(f"--from {run.path}: its rates are those of another model; plan its own, or leave --from out")
     found = show_fit(run, console) if run else None
     ranked, faults = dict[int, list[Plan]](), list[ConfigError]()
     for count in counts:
@@ -70,7 +73,7 @@ def plan(options: argparse.Namespace, flags: list[str]) -> None:
         raise faults[0]
     if len(counts) > 1 or (options.max_lag and len(lags) > 1):
         print_sweep(ranked, [count for count in counts if count not in ranked], options.price, console)
-    best = max(ranked.values(), key=lambda plans: plans[0].tokens_per_s)
+    best = max(ranked.values(), key=lambda plans: (plans[0].source == "simulation", plans[0].tokens_per_s))
     print_plan(best, options.price, console)
     if options.html:
         from slipstream.tools.plan_page import page
@@ -82,7 +85,10 @@ def plan(options: argparse.Namespace, flags: list[str]) -> None:
 
 def _json(ranked: dict[int, list[Plan]], price: float) -> dict[str, object]:
     """The run and its splits, for a JSON file: as ranked for one number of GPUs, by trained tokens/s for several."""
-    plans = sorted((p for found in ranked.values() for p in found), key=lambda p: (bool(p.missing), -p.tokens_per_s))
+    plans = sorted(
+        (plan for found in ranked.values() for plan in found),
+        key=lambda plan: (bool(plan.missing), plan.source != "simulation", -plan.tokens_per_s),
+    )
     if len(ranked) == 1:
         (plans,) = ranked.values()
     shape, work = plans[0].problem.shape, plans[0].problem.work
@@ -126,17 +132,18 @@ def show_fit(run: Run, console: Console) -> Fit:
     """Fit the rates to a run, and print the fit, its error, and the advice for that run. Raises `ConfigError`."""
     try:
         found = fit_run(run)
-        simulated = simulated_figures(own_scenario(found, run_config(run), SHAPE, len(run.metrics)))
+        simulated = simulated_figures(own_scenario(found, run_config(run), SHAPE))
         console.print(f"{run.name}: {found.describe()}\n{describe_figures(found, simulated)}")
-        if (error := abs(simulated.tokens_per_s / found.tokens_per_s - 1)) > MOST_ERROR:
+        if (error := abs(simulated.tokens_per_s / found.tokens_per_s - 1)) > FIT_ERROR:
             console.print(
-                f"Warning: these rates do not explain the run ({error:.0%} off), so the figures below may err."
+                f"Warning: these rates do not explain the run ({error:.0%} off), so the figures below may err as much. "
+                "Give a longer run, alone on its machine."
             )
         if advice := advise(run):
             console.print(f"{advice}.")
     except ConfigError as error:
         raise ConfigError(f"--from {run.path}: {error}") from None
-    except (LookupError, TypeError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         found_error = f"its records lack what a fit needs ({error})"
         raise ConfigError(f"--from {run.path}: {found_error}; give a run of this release") from None
     return found
@@ -149,8 +156,6 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be a number from {least} to {most:,}")
     path = config.model.path if config else ""
     shape = find_shape(options.model) if options.model else find_shape(path, "model.path")
-    if found and options.model and _is_another(shape, path):
-        raise ConfigError(f"--from has the rates of another model than --model {options.model}; leave one of them out")
     gpu = measure_gpu(find_gpu(options.gpu)) if options.measure else find_gpu(options.gpu)
     cluster = Cluster(gpu, gpus, options.per_node, options.network * 1e9 / 8)
     rates, work = found.rates if found else Rates(), workload(options, config)
@@ -158,10 +163,16 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
         rates = replace(rates, engine_tokens_per_s=options.engine_rate)
     if found and not (options.completion or options.lengths):
         work = replace(work, completion=replace(found.completion, most=work.completion.most))
-        if options.turns == 1:
-            work = replace(work, turns=found.turns, tool=found.tool)
     if found and not options.prompt:
         work = replace(work, prompt=found.prompt)
+    if found and options.turns is None:
+        work = replace(work, turns=found.turns, tool_tokens=options.tool_tokens or found.tool_tokens)
+    if found and not options.tool_seconds:
+        work = replace(work, tool=found.tool)
+    if work.turns == 1 and (options.tool_seconds or options.tool_tokens):
+        raise ConfigError("--tool-seconds and --tool-tokens are those between turns; give --turns 2 or more")
+    if work.turns > work.completion.mean:
+        raise ConfigError(f"--turns {work.turns} exceeds the {work.completion.mean:,.0f} tokens that the turns share")
     trainer = config.trainer if config else TrainerConfig()
     fp8 = config is not None and serves_fp8(config)
     reference = kl_reference(config) if config else ""
@@ -170,10 +181,10 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
     )
 
 
-def _is_another(shape: Shape, path: str) -> bool:
-    """Whether the model at `path`, if it is there, has another size."""
+def _is_another(model: str, other: str) -> bool:
+    """Whether two models that can be found have different sizes."""
     try:
-        return not 0.9 < shape.parameters / find_shape(path).parameters < 1.1
+        return not 0.9 < find_shape(model).parameters / find_shape(other).parameters < 1.1
     except ConfigError:
         return False
 
@@ -207,8 +218,6 @@ def measure_gpu(like: Gpu) -> Gpu:
 
 def workload(options: argparse.Namespace, config: Config | None) -> Workload:
     """The work of a run. Completions reach `sampling.max_tokens` unless `--completion` or `--lengths` is given."""
-    if options.turns == 1 and (options.tool_seconds or options.tool_tokens):
-        raise ConfigError("--tool-seconds and --tool-tokens are those between turns; give --turns 2 or more")
     if options.lengths and (options.completion or options.spread):
         raise ConfigError("--lengths has all lengths; leave --completion and --spread out")
     loop, most = config.loop if config else None, options.max_tokens or (config.longest_completion if config else 0)
@@ -217,8 +226,6 @@ def workload(options: argparse.Namespace, config: Config | None) -> Workload:
         completion = replace(read_lengths(options.lengths), most=most)
     elif most and completion.mean > most:
         raise ConfigError(f"--completion {options.completion} exceeds the limit of {most} tokens; raise --max-tokens")
-    if options.turns > completion.mean:
-        raise ConfigError(f"--turns {options.turns} exceeds the {completion.mean:,.0f} tokens that the turns share")
     if loop and loop.epochs and not options.steps:
         raise ConfigError(f"loop.epochs = {loop.epochs:g} needs the tasks; give --steps, from `slipstream data`")
     size = options.group_size or (loop.group_size if loop else 8)
@@ -228,7 +235,7 @@ def workload(options: argparse.Namespace, config: Config | None) -> Workload:
     return Workload(
         Lengths(options.prompt or DEFAULT_PROMPT), completion, rollouts // size, size,
         options.steps or (loop.steps if loop else DEFAULT_STEPS), config.sync.every if config else 1,
-        options.turns, Delay(options.tool_seconds, 1.0 if options.tool_seconds else 0.0), options.tool_tokens,
+        options.turns or 1, Delay(options.tool_seconds, 1.0 if options.tool_seconds else 0.0), options.tool_tokens,
         Delay(options.scoring_seconds, 1.0 if options.scoring_seconds else 0.0),
         config.scoring.concurrency if config else 64,
         options.lora_rank if options.lora_rank is not None else (config.lora.rank if config else 0),
