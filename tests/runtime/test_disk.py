@@ -111,6 +111,8 @@ def test_a_run_reports_the_full_disk_and_the_command_that_resumes_it(
         r"the disk is full: /there/file can't be written, .*; free space, then: start the run again",
         refused(lambda: train(config)),
     )
+    assert not (tmp_path / "run").exists(), "a run that did not begin left its directory"
+    (tmp_path / "run").mkdir()
     RunDirectory(tmp_path / "run").write_config(config)
     assert refused(lambda: resume(tmp_path / "run")).endswith(f"then: slipstream train --resume {tmp_path / 'run'}")
 

@@ -99,7 +99,9 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
 def test_no_checkpoint_is_renamed_if_all_are_damaged(directory: RunDirectory) -> None:
     for step in STATES:
         (directory.checkpoint(step) / MANIFEST).unlink()
-    with pytest.raises(ConfigError, match=r"step_4: .*, and all other checkpoints are damaged; remove .* to restart"):
+    with pytest.raises(
+        ConfigError, match=r"step_4: .*, and all other checkpoints are damaged; remove .* to start the run again"
+    ):
         directory.newest_whole()
     assert len(directory.checkpoints()) == 2
 
