@@ -22,6 +22,7 @@ from typing import Any
 from slipstream.config.schema import ConfigError
 from slipstream.rollout import Completion, VersionSpan
 from slipstream.runtime.control_socket import FOLDER, HOST, ControlError, Gone, request
+from slipstream.runtime.run_files import read_summary
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
@@ -130,11 +131,3 @@ def describe_ended(run: Path) -> str:
     if (run / "lock").exists():
         return "the run is starting, or its start failed; try again in a moment, or start it again"
     return "it is no run directory; `slipstream runs` lists those under runs/"
-
-
-def read_summary(run: Path) -> dict[str, Any]:
-    """The summary of a run that has ended, else {}."""
-    try:
-        return dict(json.loads((run / "summary.json").read_text()))
-    except (OSError, ValueError):
-        return {}

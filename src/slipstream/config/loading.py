@@ -361,7 +361,7 @@ EXPECTED = {  # by pydantic's name of an error
 
 
 def _explain(error: Any) -> str:
-    """One line for a pydantic error: an unknown option, a missing option, or a value and what it must be."""
+    """One line for a pydantic error: an unknown option, a missing option, or a value and its type or range."""
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         nested = [f"environment.{option}" for option in DATASET_OPTIONS]

@@ -129,8 +129,8 @@ async def score(run: RunContext, visit: Visit, task: Task, rollout: Rollout) -> 
 def count_failure(run: RunContext, visit: Visit, failure: RolloutFailed) -> None:
     """Count a failed rollout.
 
-    Raises `WorkerDied`, without counting it, if no engine is left or scoring is dead, and `RunError` if the
-    environment's `FailureStreak` ends the run.
+    Raises `RunError` if the environment's `FailureStreak` ends the run. If the engine pool or the scoring has died,
+    raises `WorkerDied` and does not count the rollout.
     """
     if dead := run.cluster.generator.dead or (run.scoring and run.scoring.dead):
         raise dead from None

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow.compute as pc
+
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config, ConfigError
 from slipstream.observe.run_data import Run
@@ -60,7 +62,7 @@ def advise(run: Run) -> Advice | None:
         return None
     gains = [
         (simulated_figures(other).tokens_per_s / now.tokens_per_s, text)
-        for text, other in changes(scenario)
+        for text, other in changes(scenario, grows=not _on_cpu(run, config))
         if _accepts(run, text)
     ]
     gain, change = max(gains, default=(1.0, ""))
@@ -72,10 +74,11 @@ def fit_run(run: Run) -> Fit:
     """The rates of a run. Raises `ConfigError` as `fit`."""
     columns = ["visit_id", "rollout", "turn", "prompt_ids", "completion_ids"]
     table = run.table(run.rollout_steps[-1], columns) if run.rollout_steps else None
-    lengths = {
-        (row["visit_id"], row["rollout"], row["turn"]): (len(row["prompt_ids"]), len(row["completion_ids"]))
-        for row in (table.to_pylist() if table is not None else [])
-    }
+    lengths: dict[tuple[int, int, int], tuple[int, int]] = {}
+    if table is not None:
+        keys = (table[name].to_pylist() for name in columns[:3])
+        sizes = (pc.list_value_length(table[name]).to_pylist() for name in columns[3:])
+        lengths = dict(zip(zip(*keys, strict=True), zip(*sizes, strict=True), strict=True))
     prompts = [prompt for (_, _, turn), (prompt, _) in lengths.items() if turn == 0]
     added = [
         prompt - sum(lengths[visit, rollout, turn - 1])
@@ -90,23 +93,26 @@ def run_config(run: Run, *flags: str) -> Config:
     return load_config(run.path / "config.toml", flags)
 
 
-def changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
-    """Single changes of a run's options, each with its simulation. Added engines and ranks have their own GPU."""
+def changes(scenario: Scenario, grows: bool) -> Iterator[tuple[str, Scenario]]:
+    """Single changes of a run's options, each with its simulation.
+
+    `grows`: whether an engine or a rank may be added, each with a GPU of its own.
+    """
     lag, engines, ranks = scenario.max_lag + 1, scenario.engines + 1, scenario.trainer.ranks + 1
-    if scenario.placement == "disaggregated":
+    if scenario.placement == "disaggregated" and grows:
         yield f"generator.replicas = {engines}", replace(scenario, engines=engines)
         yield f"trainer.ranks = {ranks}", replace(scenario, trainer=replace(scenario.trainer, ranks=ranks))
+    if scenario.placement == "disaggregated":
         yield f"loop.max_lag = {lag}", replace(scenario, max_lag=lag)
 
 
-def _accepts(run: Run, change: str) -> bool:
-    """Whether the run's configuration is valid with a change such as "trainer.ranks = 2".
+def _on_cpu(run: Run, config: Config) -> bool:
+    """Whether the trainer has no GPU. Further engines and ranks would then take processor cores from the others."""
+    return run.metrics[-1].get("train/max_memory_gb") == 0 and ":" not in config.trainer.kind
 
-    Without a GPU, further engines and ranks would take processor cores from the others.
-    """
-    on_cpu = run.metrics[-1].get("train/max_memory_gb") == 0 and ":" not in run_config(run).trainer.kind
-    if on_cpu and not change.startswith("loop."):
-        return False
+
+def _accepts(run: Run, change: str) -> bool:
+    """Whether the run's configuration is valid with a change such as "trainer.ranks = 2"."""
     try:
         config = run_config(run, f"--{change.replace(' = ', '=')}")
         if config.trainer.parallel != "tensor":

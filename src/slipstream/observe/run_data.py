@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -28,6 +27,7 @@ import pyarrow.parquet as pq
 from slipstream.config.schema import ConfigError
 from slipstream.observe.formatting import is_finite
 from slipstream.runtime.run_directory import lock
+from slipstream.runtime.run_files import read_options, read_summary
 
 if TYPE_CHECKING:
     import pandas
@@ -120,10 +120,7 @@ class Run:
     @cached_property
     def config(self) -> Record:
         """The resolved configuration by section; {} if `config.toml` is missing or damaged."""
-        try:
-            return tomllib.loads((self.path / "config.toml").read_text())
-        except (OSError, ValueError):
-            return {}
+        return read_options(self.path)
 
     @property
     def options(self) -> Record:
@@ -135,10 +132,7 @@ class Run:
     @property
     def summary(self) -> Record:
         """`summary.json`; {} before the end of the run."""
-        try:
-            return dict(json.loads((self.path / "summary.json").read_text()))
-        except (OSError, ValueError):
-            return {}
+        return read_summary(self.path)
 
     @property
     def state(self) -> str:

@@ -114,31 +114,39 @@ def fit(
             f"{LEAST_COMPLETIONS}; give a longer run"
         )
     train = fit_line([(r["train/packed_tokens"] / config.trainer.ranks, r["time/step_s"]) for r in timed])
-    decode = fit_line(points)
-    seconds = timed[-1]["time/window_s"] - before["time/window_s"]
-    trained = sum(record["train/tokens"] for record in timed)
-    busy = {name: (timed[-1][f"{name}/busy_s"] - before[f"{name}/busy_s"]) / seconds for name in ("train", "gen")}
-    gaps = [
-        now["time/window_s"] - last["time/window_s"] - now["time/step_s"] - now["time/batch_wait_s"]
-        for last, now in zip(steps[WARM_UP - 1 :], timed, strict=False)
-    ]
-    publishes = [event for event in events if event.get("kind") == "publish" and event.get("transfer_s") is not None]
-    pauses = [record["sync/pause_ms"] / 1000 for record in timed if record.get("sync/pause_ms") is not None]
-    lengths = tuple(sum(one.tokens for one in each) for each in played)
-    between = [after.start - turn.end for each in played for turn, after in pairwise(each)]
+    decode, lengths = fit_line(points), tuple(sum(one.tokens for one in each) for each in played)
     reference = config.generator.gpus_per_engine, prompt + fmean(lengths) / 2
     rates = replace(
         Rates(), train_fixed_s=train.fixed, train_token_s=train.each, decode_fixed_s=decode.fixed,
-        decode_sequence_s=decode.each, step_overhead_s=max(0.0, median(gaps)), decode_reference=reference,
+        decode_sequence_s=decode.each, step_overhead_s=max(0.0, median(_gaps(steps))), decode_reference=reference,
     )  # fmt: skip
+    seconds = timed[-1]["time/window_s"] - before["time/window_s"]
+    trained = sum(record["train/tokens"] for record in timed)
+    busy = {name: (timed[-1][f"{name}/busy_s"] - before[f"{name}/busy_s"]) / seconds for name in ("train", "gen")}
+    pauses = [record["sync/pause_ms"] / 1000 for record in timed if record.get("sync/pause_ms") is not None]
+    between = [after.start - turn.end for each in played for turn, after in pairwise(each)]
     return Fit(
         rates, Lengths(max(1.0, prompt)), Lengths(fmean(lengths), samples=lengths), train.error, decode.error,
-        median(pauses or [0.0]), median([float(p["ready_s"] or p["transfer_s"]) for p in publishes] or [0.0]),
+        median(pauses or [0.0]), median(_transfers(events) or [0.0]),
         trained / seconds, busy["train"], busy["gen"],
         sum(r["lag/mean"] * r["train/tokens"] for r in timed) / trained,
         config.sync.placement == "colocated" and not timed[-1].get("sync/onload_s"),
         round(fmean(map(len, played))), max(0.0, fmean(between or [0.0])), max(0, round(tool_tokens)),
     )  # fmt: skip
+
+
+def _gaps(steps: Sequence[Record]) -> list[float]:
+    """Seconds between the steps after `WARM_UP`, without the wait for a batch."""
+    return [
+        now["time/window_s"] - last["time/window_s"] - now["time/step_s"] - now["time/batch_wait_s"]
+        for last, now in pairwise(steps[WARM_UP - 1 :])
+    ]
+
+
+def _transfers(events: Sequence[Record]) -> list[float]:
+    """Seconds from the start of each publish until the engines have its weights."""
+    publishes = [event for event in events if event.get("kind") == "publish" and event.get("transfer_s") is not None]
+    return [float(publish["ready_s"] or publish["transfer_s"]) for publish in publishes]
 
 
 @dataclass(frozen=True)

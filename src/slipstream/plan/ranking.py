@@ -30,7 +30,7 @@ def plan(problem: Problem, lags: tuple[int, ...], simulated: int = SIMULATED) ->
         chosen += [plan for plan in fitting if plan.split.max_lag == lag and plan not in chosen][:1]
     for found in chosen:
         simulate(found)
-    chosen.sort(key=lambda plan: (plan.source != "simulation", -plan.tokens_per_s))
+    chosen.sort(key=lambda plan: plan.order)
     alike = [plan for plan in chosen if plan.source == chosen[0].source]
     close = [plan for plan in alike if plan.tokens_per_s >= TOLERANCE * chosen[0].tokens_per_s]
     first = min(close, key=lambda plan: plan.split.max_lag)

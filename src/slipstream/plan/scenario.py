@@ -45,7 +45,7 @@ class Scenario:
     shared_slowdown: float = 1.0  # of both sides while they do
     step_overhead_s: float = 0.0
     first_step_s: float = 0.0  # added to the first step, in which kernels are compiled
-    continues: bool = False  # whether the run goes on after the steps of `work`, so that engines never run dry
+    continues: bool = False  # whether further steps follow those of `work`, for which engines sample
     faults: Faults = Faults()
     seed: int = 0
 

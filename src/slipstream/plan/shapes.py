@@ -180,14 +180,13 @@ def from_config(data: Mapping[str, Any], name: str) -> Shape:
     heads, hidden = int(data["num_attention_heads"]), int(data["hidden_size"])
     counts = (data.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     experts = int(next((count for count in counts if count), 1))
-    inner = data.get("moe_intermediate_size") or (
-        data["intermediate_size"] if experts > 1 else 0
-    )  # Mixtral has one size
+    width = int(data["intermediate_size"])
+    expert_width = int(data.get("moe_intermediate_size") or (width if experts > 1 else 0))  # Mixtral has one width
     shape = Shape(
-        name, int(data["num_hidden_layers"]), hidden, int(data["intermediate_size"]), heads,
+        name, int(data["num_hidden_layers"]), hidden, width, heads,
         int(data.get("num_key_value_heads") or heads), int(data.get("head_dim") or hidden // heads),
         int(data["vocab_size"]), bool(data.get("tie_word_embeddings", data.get("model_type", "").startswith("gemma"))),
-        experts, int(data.get("num_experts_per_tok") or 1), int(inner),
+        experts, int(data.get("num_experts_per_tok") or 1), expert_width,
         int(data.get("max_position_embeddings") or 32768),
     )  # fmt: skip
     sizes = {key: value for key, value in vars(shape).items() if key not in ("name", "tied", "expert_intermediate")}

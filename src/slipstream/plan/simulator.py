@@ -156,8 +156,7 @@ class Simulation:
 
     def _step_engine(self, engine: SimulatedEngine) -> None:
         """Bring an engine to the present, handle what ended, and schedule its next event."""
-        for request in engine.advance(self.now):
-            self._end_turn(request)
+        self._advance(engine)
         self._schedule(engine)
 
     def _schedule(self, engine: SimulatedEngine) -> None:

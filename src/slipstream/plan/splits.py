@@ -92,6 +92,16 @@ class Plan(Figures):
     source: str = "formula"
 
     @property
+    def is_simulated(self) -> bool:
+        """Whether the figures are those of a simulation, not of the formula."""
+        return self.source == "simulation"
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """The key of a ranking, best first: splits that fit, simulated ones before others, by trained tokens/s."""
+        return bool(self.missing), not self.is_simulated, -self.tokens_per_s
+
+    @property
     def in_flight(self) -> str:
         """The value of `sync.in_flight`: sleep loses keys and values, and vLLM can't recompute those of adapters."""
         if self.split.placement != "colocated":
@@ -134,8 +144,7 @@ def splits(problem: Problem, lags: tuple[int, ...]) -> Iterator[Split]:
             if gpus >= tp:
                 for parallel, context in parallelisms(problem, gpus) if gpus <= problem.cluster.per_node else ():
                     yield Split("colocated", gpus, parallel, context, gpus // tp, tp, lag)
-            alone = not problem.work.lora_rank and problem.work.every == 1 and can_shard_trainer(shape, tp)
-            alone = alone and (tp == 1 or not problem.trainer.fp8)
+            alone = not problem.work.lora_rank and problem.work.every == 1 and supports_tensor(problem, tp)
             if lag and gpus == tp and alone:
                 yield Split("single_copy", tp, "tensor" if tp > 1 else "fsdp", 1, 1, tp, lag)
             if lag and tp == 1 < gpus <= problem.cluster.per_node and alone and shape.experts == 1:
@@ -157,9 +166,13 @@ def parallelisms(problem: Problem, ranks: int) -> Iterator[tuple[str, int]]:
     for context in (2, 4, 8):
         if ranks % context == 0 and problem.work.longest > 8192 * context:
             yield "fsdp", context
-    plain = not problem.work.lora_rank and not problem.trainer.fp8
-    if can_shard_trainer(problem.shape, ranks) and ranks <= problem.cluster.per_node and plain:
+    if supports_tensor(problem, ranks) and ranks <= problem.cluster.per_node and not problem.work.lora_rank:
         yield "tensor", 1
+
+
+def supports_tensor(problem: Problem, ranks: int) -> bool:
+    """Whether the trainer can have `parallel = "tensor"` over `ranks`; FP8 products can't be sharded."""
+    return can_shard_trainer(problem.shape, ranks) and (ranks == 1 or not problem.trainer.fp8)
 
 
 def can_shard_trainer(shape: Shape, ranks: int) -> bool:
@@ -198,11 +211,7 @@ def evaluate(problem: Problem, split: Split) -> Plan:
 def choose_microbatch(problem: Problem, split: Split) -> TrainerCost:
     """The cheapest micro-batch and kind of checkpointing that fit, else the smallest; other options are the run's, or
     those of `trainer.memory = "auto"`."""
-    free = problem.cluster.gpu.memory - HEADROOM
-    if split.placement == "single_copy":
-        free -= single_copy_engine(problem.shape, problem.work, split.tp)
-    elif split.placement == "colocated":
-        free -= ENGINE_OVERHEAD
+    free = problem.cluster.gpu.memory - HEADROOM - engine_beside_trainer(problem, split)
     trainer, own = problem.trainer, split.placement != "single_copy"
     auto = trainer.memory == "auto"
     free *= SAFE if auto else 1
@@ -215,6 +224,13 @@ def choose_microbatch(problem: Problem, split: Split) -> TrainerCost:
     )  # fmt: skip
     may_cast = auto and split.ranks == 1 and split.placement == "disaggregated" and not problem.work.lora_rank
     return cheapest(candidates(cost, given, may_cast, auto and split.placement == "disaggregated"), free)
+
+
+def engine_beside_trainer(problem: Problem, split: Split) -> float:
+    """Bytes that an engine on a trainer's GPU holds during a step, asleep if colocated."""
+    if split.placement == "single_copy":
+        return single_copy_engine(problem.shape, problem.work, split.tp)
+    return ENGINE_OVERHEAD if split.placement == "colocated" else 0.0
 
 
 def place_memory(plan: Plan) -> None:
@@ -239,8 +255,7 @@ def place_memory(plan: Plan) -> None:
         short["the trainer with its engine"] = sum(plan.memory["trainer and engine"].values()) - (total - HEADROOM)
     else:
         plan.memory = {"trainer": trainer, "engine": engine}
-        beside = ENGINE_OVERHEAD if split.placement == "colocated" else 0.0  # of a sleeping engine
-        short["the trainer"] = sum(trainer.values()) + beside - (total - HEADROOM)
+        short["the trainer"] = sum(trainer.values()) + engine_beside_trainer(problem, split) - (total - HEADROOM)
     over = weights + ENGINE_OVERHEAD + plan.publish.staging + longest * key_bytes - (total - HEADROOM)
     if short["an engine"] > 0:
         short["an engine"] = max(short["an engine"], over)
@@ -268,6 +283,20 @@ def engine_rate(plan: Plan, sequences: float) -> float:
     return 1 / (decode + prompts / work.completion.typical)
 
 
+def slowest_group_s(plan: Plan, sequences: float) -> float:
+    """Least seconds of a step with a lag, in which each engine decodes `sequences`.
+
+    A group in flight takes the time of its longest rollout, tools and score, and the gate bounds the groups in flight.
+    Scorers need `work.scoring_s`.
+    """
+    work, count = plan.problem.work, plan.problem.work.group_size
+    latency = work.completion.largest_of(count) * plan.engine.step(sequences, sequences * work.context)
+    latency += work.tool.largest_of(count, work.turns - 1) + work.scoring.largest_of(count)
+    varies = work.completion.spread or work.completion.samples or work.tool.spread or work.scoring.spread
+    waves = plan.split.max_lag + (0.5 if varies else 1.0)
+    return max(latency / waves, work.scoring_s)
+
+
 def estimate(plan: Plan) -> None:
     """Set step time, rates, busy shares and lag by formula. The lag is a bound: what the gate allows."""
     work, split, overhead = plan.problem.work, plan.split, plan.problem.rates.step_overhead_s
@@ -277,19 +306,11 @@ def estimate(plan: Plan) -> None:
     generate = work.sampled / (split.engines * engine_rate(plan, sequences))
     alone = plan.engine.step(8, 8 * work.context)  # of the last sequences of a wave
     tail = max(0.0, work.completion.largest_of(work.rollouts) - work.completion.typical) * alone
-    together = work.rollouts if split.max_lag == 0 else work.group_size  # rollouts that wait for the slowest of them
-    scoring = work.rollouts * work.scoring.mean / work.scorers  # if scorers never wait
-    slowest_score = work.scoring.largest_of(together)
-    tools = work.tool.largest_of(together, work.turns - 1)
-    publish = plan.publish.hold + overhead
-    # A group in flight takes the time of its longest rollout, and the gate bounds the groups in flight.
-    latency = work.completion.largest_of(work.group_size) * plan.engine.step(sequences, sequences * work.context)
-    varies = work.completion.spread or work.completion.samples or work.tool.spread or work.scoring.spread
-    waves = split.max_lag + (0.5 if varies else 1.0)
-    slowest = max((latency + tools + slowest_score) / waves, scoring)
+    publish, slowest = plan.publish.hold + overhead, slowest_group_s(plan, sequences)
     recomputed = sequences * plan.engine.prefill(work.context) if plan.in_flight == "recompute" else 0.0
     if split.max_lag == 0:
-        generate += tail + tools + max(scoring, slowest_score)
+        scoring = max(work.scoring_s, work.scoring.largest_of(work.rollouts))
+        generate += tail + work.tool.largest_of(work.rollouts, work.turns - 1) + scoring
         step = generate + train + publish + plan.publish.pause
     elif plan.overlaps:
         generate += recomputed

@@ -117,6 +117,11 @@ class Workload:
         return self.groups * self.group_size
 
     @property
+    def scoring_s(self) -> float:
+        """Seconds in which the scorers score the rollouts of a step if none of them waits."""
+        return self.rollouts * self.scoring.mean / self.scorers
+
+    @property
     def sampled(self) -> float:
         """Mean number of tokens that a step trains on."""
         return self.rollouts * self.completion.typical

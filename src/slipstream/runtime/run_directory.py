@@ -26,6 +26,7 @@ from slipstream.rollout import Group
 from slipstream.runtime.addresses import RENDEZVOUS_PREFIX
 from slipstream.runtime.closing import finish_in_thread
 from slipstream.runtime.integrity import MANIFEST, STATE, Damaged, manifest, read_whole, sealed
+from slipstream.runtime.run_files import read_summary
 from slipstream.runtime.serialization import read_lines, write_lines
 
 try:
@@ -135,27 +136,21 @@ class RunDirectory:
                 f"{path}: {why}, and all other checkpoints are damaged; remove {self._checkpoints} and {self.summary} "
                 "to start the run again"
             )
-        if self._has_ended():
+        if read_summary(self.path).get("steps"):
             raise ConfigError(
                 f"{self.path} has ended, and its checkpoints are gone: start a new run with "
                 f"--model.path {self.policy}, or remove {self.summary} to start this one again"
             )
         return None, {}, []
 
-    def _has_ended(self) -> bool:
-        """Whether the summary says that the run has ended after a step."""
-        try:
-            return bool(json.loads(self.summary.read_text())["steps"])
-        except (OSError, ValueError, LookupError, TypeError):
-            return False
-
     def close(self) -> None:
         """Release the lock. Removes the directory if this process made it and only the lock is there."""
         if not self._lock:
             return
-        if self._made and [path.name for path in self.path.iterdir()] == [LOCK]:
-            (self.path / LOCK).unlink()
-            self.path.rmdir()
+        with contextlib.suppress(OSError):  # the user may have removed it
+            if self._made and [path.name for path in self.path.iterdir()] == [LOCK]:
+                (self.path / LOCK).unlink()
+                self.path.rmdir()
         self._lock.close()
 
     def _create_and_lock(self) -> None:

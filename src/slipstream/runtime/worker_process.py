@@ -205,9 +205,9 @@ class WorkerProcess:
                 calls = f"with pending calls: {_describe_calls(wanted)}"
                 self._terminate_as_hung(f"has made no progress for {idle * HEARTBEAT_S:.3g} s ({limit}) {calls}")
 
-    def _terminate_as_hung(self, found: str) -> None:
-        """Terminate the process; `found` says what it did or did not."""
-        self.terminate(f"{self.name} {found} ({self._where})\n{self.log_tail()}".rstrip())
+    def _terminate_as_hung(self, symptom: str) -> None:
+        """Terminate the process. `symptom` continues its name in the message: "has been silent for 45 s"."""
+        self.terminate(f"{self.name} {symptom} ({self._where})\n{self.log_tail()}".rstrip())
 
     def _in_thread(self, end: Callable[[], None], *, daemon: bool = False) -> None:
         """End the process in a thread: waiting for it, or walking through /proc, would block the event loop.

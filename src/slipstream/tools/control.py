@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.client import RunHandle, read_summary
+from slipstream.client import RunHandle
 from slipstream.config.schema import ConfigError
 from slipstream.observe.formatting import duration, number
 from slipstream.runtime.control_socket import FOLDER, Gone
+from slipstream.runtime.run_files import read_options, read_summary
 
 PROBE_TIMEOUT_S = 5.0
 
@@ -73,14 +73,11 @@ def _describe_run(path: Path) -> dict[str, Any]:
         record = dict(json.loads(metrics.read_text().rstrip().rpartition("\n")[2]))
     except (OSError, ValueError):
         record = {}
-    try:
-        steps = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))["loop"]["steps"]
-    except (OSError, ValueError, LookupError):
-        steps = None
     changed = (metrics if metrics.exists() else path).stat().st_mtime
     return {
         "name": path.name, "state": ended if summary and not (path / FOLDER).exists() else "dead",
-        "step": record.get("step"), "steps": steps, "reward": record.get("reward/mean"), "age_s": time.time() - changed,
+        "step": record.get("step"), "steps": read_options(path).get("loop", {}).get("steps"),
+        "reward": record.get("reward/mean"), "age_s": time.time() - changed,
     }  # fmt: skip
 
 

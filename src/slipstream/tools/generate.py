@@ -27,7 +27,7 @@ from slipstream.tools.evaluate import for_engines_only, open_engines
 def generate(config: Config, prompts: Sequence[str]) -> list[str]:
     """Complete each prompt, sampling as evaluations do. Returns prompts with their completions.
 
-    If the tokenizer has a chat template, a prompt is a user's message, and the reply begins on a line of its own. The
+    With a chat template each prompt is sent as a user's message, and the reply is printed on the next line. The
     embedded engine in this process, which starts at once, serves all models that it can; the others need
     `generator.engine = "vllm"`. Raises `ConfigError`, and as `Generator.generate`.
     """

@@ -73,7 +73,7 @@ def plan(options: argparse.Namespace, flags: list[str]) -> None:
         raise faults[0]
     if len(counts) > 1 or (options.max_lag and len(lags) > 1):
         print_sweep(ranked, [count for count in counts if count not in ranked], options.price, console)
-    best = max(ranked.values(), key=lambda plans: (plans[0].source == "simulation", plans[0].tokens_per_s))
+    best = min(ranked.values(), key=lambda plans: plans[0].order)
     print_plan(best, options.price, console)
     if options.html:
         from slipstream.tools.plan_page import page
@@ -85,10 +85,7 @@ def plan(options: argparse.Namespace, flags: list[str]) -> None:
 
 def _json(ranked: dict[int, list[Plan]], price: float) -> dict[str, object]:
     """The run and its splits, for a JSON file: as ranked for one number of GPUs, by trained tokens/s for several."""
-    plans = sorted(
-        (plan for found in ranked.values() for plan in found),
-        key=lambda plan: (bool(plan.missing), plan.source != "simulation", -plan.tokens_per_s),
-    )
+    plans = sorted((plan for found in ranked.values() for plan in found), key=lambda plan: plan.order)
     if len(ranked) == 1:
         (plans,) = ranked.values()
     shape, work = plans[0].problem.shape, plans[0].problem.work

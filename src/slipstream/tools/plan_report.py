@@ -60,8 +60,8 @@ def print_plan(plans: list[Plan], price: float, console: Console) -> None:
     )
     fitting = distinct([plan for plan in plans if not plan.missing])
     console.print(_table(fitting[:SHOWN], price))
-    by_formula = any(plan.source != "simulation" for plan in fitting[:SHOWN])
-    if by_formula and any(plan.source == "simulation" for plan in fitting):
+    by_formula = any(not plan.is_simulated for plan in fitting[:SHOWN])
+    if by_formula and any(plan.is_simulated for plan in fitting):
         console.print("~ by formula; the first rows by a simulation of the run's own scheduling.")
     elif by_formula:
         console.print("~ by formula: a simulation of so many turns would take too long.")
@@ -81,14 +81,13 @@ def _table(plans: list[Plan], price: float) -> Table:
 
 
 def _row(plan: Plan, price: float) -> dict[str, str]:
-    by_formula = plan.source != "simulation"
-    mark, most = ("~", "<= ") if by_formula else ("", "")
+    mark, most = ("", "") if plan.is_simulated else ("~", "<= ")
     return {
         "GPUs": f"{plan.problem.cluster.gpus}", "max_lag": f"{plan.split.max_lag}", "split": f"{plan.split}",
         "tokens/s": f"{mark}{number(plan.tokens_per_s)}", "step": f"{plan.step_s:,.1f} s", "run": duration(plan.run_s),
         "trainer": f"{plan.trainer_busy:.0%}", "engines": f"{plan.engines_busy:.0%}",
         "lag": f"{most}{plan.lag_mean:.1f}", "p99": f"{most}{plan.lag_p99:.0f}",
-        "stale": "–" if by_formula else f"{plan.stale:.1%}",
+        "stale": f"{plan.stale:.1%}" if plan.is_simulated else "–",
         "pause": f"{1000 * plan.publish.pause:,.0f} ms",
         "slots": f"{plan.slots}", "GPU-hours": short(plan.gpu_hours),
     } | ({"cost": number(plan.gpu_hours * price)} if price else {})  # fmt: skip
@@ -99,7 +98,7 @@ def print_sweep(ranked: dict[int, list[Plan]], unfit: list[int], price: float, c
     best: dict[tuple[int, int], Plan] = {}
     for gpus, plans in ranked.items():
         fitting = [plan for plan in plans if not plan.missing]
-        for plan in sorted(fitting, key=lambda plan: (plan.source != "simulation", -plan.tokens_per_s)):
+        for plan in sorted(fitting, key=lambda plan: plan.order):
             best.setdefault((gpus, plan.split.max_lag), plan)
     table = _table([plan for _, plan in sorted(best.items(), key=lambda item: item[0])], price)
     for count in unfit:

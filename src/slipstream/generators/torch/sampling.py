@@ -99,7 +99,7 @@ def invert(probabilities: Tensor, u: Tensor) -> Tensor:
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """A copy of `logits`; those that top-k, then top-p, remove are -inf. `top_k`, `top_p`: `[rows, 1]`.
+    """A copy of `logits` with -inf for the tokens removed by top-k, then top-p. `top_k`, `top_p`: `[rows, 1]`.
 
     Top-p keeps the likeliest tokens whose mass among the top-k reaches `top_p`, the last one included.
     """

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from slipstream.client import read_summary
 from slipstream.config.schema import ConfigError
 from slipstream.observe.formatting import duration, number
 from slipstream.runtime.run_directory import lock, write_atomically
+from slipstream.runtime.run_files import read_summary
 from slipstream.tools.lag_study.plan import Plan, Run
 from slipstream.tools.lag_study.plots import AXES, draw
 from slipstream.tools.lag_study.results import RunResult, Study, default_target, markdown, read_result
