@@ -173,11 +173,22 @@ def measure(models: Path, folder: Path, size: int, plain: bool) -> Found:
         assert (trainer._compute_copies is None) == (name not in ("copy", "bfloat16") or trainer.ranks.is_fsdp)
         if size > 1:
             trainer.warm_up()  # as compiled trainers do, on a GPU
+        if name == "experts":
+            compile_as_a_whole(trainer)
         found[name] = run(trainer, way, 0, folder / f"{name} {size}")
         trainer.export(folder / f"{name} {size} exported")
         if way.like == "lora":
             found[name]["published"] = published(trainer, folder / f"{name} {size} published")
     return found
+
+
+def compile_as_a_whole(trainer: Trainer) -> None:
+    """The exchange of tokens has no part that can't be compiled, and is right for any number of tokens."""
+    layer: Any = trainer.model.model.layers[0].mlp.experts
+    exchange = torch.compile(layer.forward, backend="eager", fullgraph=True, dynamic=True)
+    for count in (5, 7):
+        inputs = torch.randn(count, 32), torch.randint(4, (count, 2)), torch.rand(count, 2)
+        assert torch.equal(exchange(*inputs), layer(*inputs))
 
 
 def go_on(models: Path, folder: Path, size: int, names: Sequence[str]) -> Found:

@@ -1,7 +1,7 @@
 """Packs samples into micro-batches: first a plan of indices, then tensors.
 
-A micro-batch is one row of concatenated tokens; only `pack(multiple=...)` adds padding, at its end. Samples with the
-same prompt share one copy of it; each is a *segment* that attends to the prompt and to itself:
+A micro-batch is one row of concatenated tokens; only `pack(multiple=..., least=...)` adds padding, at its end. Samples
+with the same prompt share one copy of it; each is a *segment* that attends to the prompt and to itself:
 
     tokens    prompt  a a a a  b b b      attention   prompt to prompt, a to prompt + a, b to prompt + b
 """
@@ -180,16 +180,17 @@ def attention_pairs(samples: Sequence[Sample], members: PrefixGroup) -> int:
 
 def pack(
     samples: Sequence[Sample], prefix_groups: Sequence[PrefixGroup], device: torch.device, version: int = 0,
-    multiple: int = 1, processor: ImageProcessor | None = None,
+    multiple: int = 1, processor: ImageProcessor | None = None, least: int = 0,
 ) -> MicroBatch:  # fmt: skip
     """Tensors of a micro-batch of these prefix groups. `version` is the trainer's version, for lags.
 
-    `processor` is that of a model that reads images. The number of tokens is padded to a multiple of `multiple` by a
-    last segment without sampled tokens. Raises `ValueError` if recorded experts of a sample do not cover its tokens.
+    `processor` is that of a model that reads images. The number of tokens is padded to at least `least`, and to a
+    multiple of `multiple`, by a last segment without sampled tokens. Raises `ValueError` if recorded experts of a
+    sample do not cover its tokens.
     """
     order = [index for members in prefix_groups for index in members]
     pieces, predicts, segments, end = _lay_out(samples, prefix_groups)
-    if padding := -end % multiple:
+    if padding := -(-max(end, least) // multiple) * multiple - end:
         rest = range(end, end + padding)
         segments.append((rest, (rest,)))
     token_ids, placeholders = _row_tokens(pieces, padding, processor)

@@ -10,11 +10,13 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from slipstream.model.inspection import decoder_layers
-from slipstream.trainers.experts import local_experts
 
-# Operations whose outputs are saved, by prefix; attention's operation depends on the torch release.
-SAVED_OPERATIONS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm", "aten._grouped_mm",
-            "aten._scaled_dot_product", "aten._flash_attention", "torch_attn.")  # fmt: skip
+# Operations whose outputs are saved, by prefix; attention's operation depends on the torch release. `wait_tensor`
+# returns what ranks exchanged.
+SAVED_OPERATIONS = (
+    "aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm", "aten._grouped_mm", "aten._scaled_dot_product",
+    "aten._flash_attention", "torch_attn.", "_c10d_functional.wait_tensor",
+)  # fmt: skip
 LINEAR = "aten.mm", "aten.addmm"  # of those, the products whose last argument is a matrix [inner, outer]
 # A product with this inner dimension or less, and WIDER times as many columns, is computed again, such as those of
 # adapters: that costs less than to hold its output.
@@ -31,21 +33,12 @@ def prepare_layers(model: Any, recompute: str, compiled: bool) -> None:
     """Checkpoint the activations of each decoder layer, and compile the layer if `compiled`.
 
     `recompute` says what the backward pass computes again: "none", "selective" (all but matrix products) or "full".
-    The all-to-all of expert parallelism can't be compiled, and need not be repeated: in a layer with `LocalExperts`
-    these and the other submodules are prepared separately.
     """
     for layer in decoder_layers(model):
-        experts = local_experts(layer)
-        wraps_all = recompute == "full" and experts  # then the checkpoint wraps the compiled modules
-        if compiled and wraps_all:
-            _compile(layer, *experts)
-        if recompute == "selective" and experts:
-            for module in (*(m for m in layer.children() if not local_experts(m)), *experts):
-                _checkpoint_forward(module, recompute)
-        elif recompute != "none":
+        if recompute != "none":
             _checkpoint_forward(layer, recompute)
-        if compiled and not wraps_all:
-            _compile(layer, *experts)
+        if compiled:
+            _compile(layer)
 
 
 def _checkpoint_forward(module: Any, how: str) -> None:
@@ -53,8 +46,8 @@ def _checkpoint_forward(module: Any, how: str) -> None:
     module.forward = MethodType({"full": _recompute_all, "selective": _recompute_selectively}[how], module)
 
 
-def _compile(*modules: Any) -> None:
-    """Compile each forward method, for any number of tokens; modules of one class share the compiled code."""
+def _compile(layer: Any) -> None:
+    """Compile the forward method for any number of tokens; layers of one class share the compiled code."""
     allow_recompilation()
     compiler: Any = torch._dynamo.config
     # Routers record their choice as a side effect of the forward pass; recomputation may skip it.
@@ -62,9 +55,8 @@ def _compile(*modules: Any) -> None:
     # Else `dynamic` makes each number of a layer, such as the epsilon of a norm, a tensor on the CPU: the program gets
     # operations there, and the compiler tries the host's vector instructions for 40 s.
     compiler.specialize_float = True
-    for module in modules:
-        # Not `__call__`: FSDP's hooks differ between layers, and each layer would be compiled by itself.
-        module.forward = torch.compile(module.forward, dynamic=True, options=ANY_SIZE)
+    # Not `__call__`: FSDP's hooks differ between layers, and each layer would be compiled by itself.
+    layer.forward = torch.compile(layer.forward, dynamic=True, options=ANY_SIZE)
 
 
 def allow_recompilation() -> None:

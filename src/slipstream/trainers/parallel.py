@@ -60,6 +60,7 @@ class TrainerRanks:
         self.context: ContextParallelGroup | None = None
         self.mesh: DeviceMesh | None = None
         self._experts: DeviceMesh | None = None
+        self._expert_parameters: set[nn.Parameter] = set()
         if self.size == 1 and options.keep_compute_copy:
             return
         if (started := int(os.environ.get("WORLD_SIZE", "1"))) != self.size:
@@ -118,24 +119,37 @@ class TrainerRanks:
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # the batch's log-probabilities stay float32
         )
-        experts = shard_experts(policy.model, self._experts["experts"], compute, master) if self._experts else []
-        parts = [(module, self._experts["copies"]) for module in experts] if self._experts else []
-        for module, mesh in (*parts, *((m, self.mesh) for m in (*decoder_layers(policy.model), policy))):
+        if self._experts:
+            self._expert_parameters |= shard_experts(policy.model, self._experts["experts"], compute, master)
+        for module in (*decoder_layers(policy.model), policy):
             cast_parameters(module, self.device, compute, master)
-            sharded: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=mixed)
+            sharded: FSDPModule = fully_shard(
+                module, mesh=self.mesh, mp_policy=mixed, ignored_params=self._expert_parameters
+            )
             # The loss has one denominator for all ranks, so gradients are summed, not averaged.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
 
+    def gathers(self, parameter: nn.Parameter) -> bool:
+        """Whether FSDP gathers a parameter of a sharded policy in its passes; else they use this rank's part of it."""
+        return self.is_fsdp and parameter not in self._expert_parameters
+
+    @property
+    def needs_equal_lengths(self) -> bool:
+        """Whether micro-batches that ranks compute at the same time must have the same number of tokens."""
+        return self._experts is not None
+
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum gradients over ranks, except with FSDP, which sums them in the backward pass."""
-        if self.size == 1 or self.is_fsdp:
+        """Sum gradients over the ranks that hold the same weights, except those that FSDP sums in the backward pass."""
+        if self.size == 1 or (self._experts and self._experts["copies"].size() == 1):
             return
-        summed = [p for name, p in parameters.items() if name in self.partial_gradients or not self.is_tensor_parallel]
+        group = self._experts.get_group("copies") if self._experts else None
+        replicated = {name: p for name, p in parameters.items() if not self.gathers(p)}
+        summed = [p for name, p in replicated.items() if name in self.partial_gradients or not self.is_tensor_parallel]
         for parameter in summed:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)  # as gradients of other ranks
-        for work in [dist.all_reduce(local_part(cast(Tensor, p.grad)), async_op=True) for p in summed]:
+        for work in [dist.all_reduce(local_part(cast(Tensor, p.grad)), group=group, async_op=True) for p in summed]:
             work.wait()
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from slipstream.model.device import dtype_of
 from slipstream.model.loading import load_causal_lm
 from slipstream.model.packing import MicroBatch
 from slipstream.model.policy import PackedPolicy
-from slipstream.sync.sharded_weights import full_tensor
+from slipstream.sync.sharded_weights import full_tensor, local_part
 from slipstream.trainers.parallel import TrainerRanks
 
 
@@ -79,7 +79,9 @@ class Reference:
         for name, parameter in self._policy.model.named_parameters():
             if name in self.average:
                 average = self.average[name]
-                parameter.copy_(average if isinstance(parameter, DTensor) else full_tensor(average))
+                if not isinstance(parameter, DTensor):  # the whole parameter, or this rank's experts
+                    average = (full_tensor if parameter.shape == average.shape else local_part)(average)
+                parameter.copy_(average)
 
 
 def _frozen(policy: PackedPolicy, compute: torch.dtype) -> PackedPolicy:

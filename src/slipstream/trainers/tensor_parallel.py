@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -26,6 +25,7 @@ from slipstream.model.inspection import causal_lm
 from slipstream.model.logprobs import head_logprobs
 from slipstream.model.policy import PackedPolicy
 from slipstream.model.sampling_mask import SamplingMask
+from slipstream.trainers.collectives import all_gather
 
 # Styles of a plan, and the sharded dimension of a linear layer's weight.
 SHARD_DIMENSIONS: dict[str, int | None] = {"colwise": 0, "rowwise": 1, "replicated_with_grad_allreduce": None}
@@ -140,7 +140,7 @@ def _predict(
     count = len(hidden)
     own = slice(count * rank // size, count * (rank + 1) // size)
     replicated = _SumGradients.apply(hidden, group)[own]  # type: ignore[no-untyped-call]
-    whole = all_gather_tensor_autograd(weight, 0, group)
+    whole = all_gather(weight, 0, group)
     own_mask = mask.at(range(count)[own]) if mask else None
     if bias is not None:  # replicated
         bias = _SumGradients.apply(bias, group)  # type: ignore[no-untyped-call]

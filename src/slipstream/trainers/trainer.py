@@ -138,14 +138,15 @@ class Trainer:
     def _new_compute_copies(self, compute: torch.dtype, master: torch.dtype) -> dict[str, Tensor] | None:
         """Copies of the parameters in the dtype `compute`, if masters have another: passes then use the copies.
 
-        Passes of tensor-parallel ranks use this rank's shards. FSDP casts shards as it gathers them, without copies.
+        Passes of tensor-parallel ranks and of experts use this rank's shards. FSDP casts the shards of other parameters
+        as it gathers them, without copies.
         """
-        lower = compute != master and not self.ranks.is_fsdp
-        parts = {name: local_part(p.detach()) for name, p in self.parameters.items()}
-        copies = {name: part.to(compute) for name, part in parts.items()} if lower else None
-        if lower or self.ranks.is_tensor_parallel:
-            compute_on(self.model, self.parameters, copies or parts)
-        return copies
+        masters = {name: p for name, p in self.parameters.items() if not self.ranks.gathers(p)}
+        parts = {name: local_part(p.detach()) for name, p in masters.items()}
+        copies = {name: part.to(compute) for name, part in parts.items()} if compute != master else {}
+        if copies or self.ranks.is_sharded:
+            compute_on(self.model, masters, copies or parts)
+        return copies or None
 
     def compute_on(self, tensors: Mapping[str, Tensor]) -> None:
         """Run forward and backward passes on `tensors`, which an engine serves and updates (`single_copy`).
@@ -264,12 +265,15 @@ class Trainer:
         packed = partial(
             pack, samples, device=self.device, version=version, multiple=self._multiple, processor=self._images
         )
-        for items in plan(sizes, budget, self.ranks.data_parallel_size, costs)[self.ranks.data_parallel_rank]:
+        rounds = plan(sizes, budget, self.ranks.data_parallel_size, costs)
+        for turn, items in enumerate(rounds[self.ranks.data_parallel_rank]):
+            longest = max(sum(sizes[i] for i in part[turn]) for part in rounds)
+            least = longest if self.ranks.needs_equal_lengths else 0
             if items:
-                yield packed([prefix_groups[i] for i in items])
+                yield packed([prefix_groups[i] for i in items], least=least)
             elif samples and self.ranks.is_fsdp:
                 shortest = min(range(len(samples)), key=lambda i: forward_length(samples[i]))
-                yield replace(packed([[shortest]]), filler=True)
+                yield replace(packed([[shortest]], least=least), filler=True)
             self.micro_batches += 1
 
     @torch.no_grad()
@@ -381,7 +385,7 @@ class Trainer:
 
     def _update_compute_copies(self) -> None:
         if self._compute_copies:
-            masters = [local_part(parameter.detach()) for parameter in self.parameters.values()]
+            masters = [local_part(self.parameters[name].detach()) for name in self._compute_copies]
             torch._foreach_copy_(list(self._compute_copies.values()), masters)
 
 
