@@ -209,7 +209,7 @@ def test_replaying_a_routers_own_choice_changes_nothing(kind: str) -> None:
     routing, routers = ExpertRouting(model), list(find_routers(model).values())
     with torch.no_grad():
         wanted = model(ids).logits
-        routing.count_choices()
+        routing.count_choices(5)
         chosen = torch.stack([r.chosen for r in routers], 1)  # type: ignore[arg-type]
         everywhere = torch.zeros(5, LAYERS, 2, dtype=torch.int16)
         everywhere[:, LAYERS - len(routers) :] = chosen.to(torch.int16)
@@ -235,8 +235,9 @@ def test_expert_load_counts_the_replayed_experts() -> None:
     experts = torch.tensor([[[0, 1]] * 2] * 3 + [[[0, 2]] * 2], dtype=torch.int16)  # four tokens, two layers
     routing.replay(experts)
     model(torch.tensor([[5, 6, 7, 8]]))
-    routing.count_choices()
-    routing.count_choices()
+    routing.count_choices(4)
+    routing.count_choices(4)
+    routing.count_choices(0)
     own = torch.stack([r.chosen for r in find_routers(model).values()], 1)  # type: ignore[arg-type]
     changed = sum(e not in o for es, os in zip(experts.tolist(), own.tolist(), strict=True)
                   for e2, o in zip(es, os, strict=True) for e in e2)  # fmt: skip

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.trainers.activation_checkpointing import prepare_layers
+from slipstream.trainers.collectives import all_gather
 
 
 class Layer(nn.Module):
@@ -107,3 +109,44 @@ def test_outputs_of_adapters_are_computed_again() -> None:
     (wanted, plain), (found, selective) = gradients("none"), gradients("selective")
     torch.testing.assert_close(found, wanted)
     assert sorted(selective) == sorted([*plain, (4, 256)])
+
+
+class Exchanging(nn.Module):
+    """A layer that gathers its tokens from a group of one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gathered = all_gather((hidden * self.weight).sin(), 0, dist.group.WORLD)
+        return torch.as_tensor((gathered * self.weight).cos())
+
+
+class Collectives(TorchDispatchMode):
+    """Names of the collectives, in the order of their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_c10d_functional" in str(func):
+            self.names.append(str(func).split(".")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_repeats_no_collective() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Model()
+        model.layers = nn.ModuleList([Exchanging(), Exchanging()])
+        model._no_split_modules = ("Exchanging",)  # type: ignore[misc]
+        prepare_layers(model, "selective", compiled=False)
+        hidden = torch.ones(3, 4, requires_grad=True)
+        out = model.layers[1](model.layers[0](hidden))
+        with Collectives() as made:
+            out.sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert made.names == ["reduce_scatter_tensor", "wait_tensor"] * 2

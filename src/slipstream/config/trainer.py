@@ -40,7 +40,8 @@ class TrainerConfig(Section):
     chosen: str = option("", 'Written by a run: what memory = "auto" took, and why.')
     tokens_per_microbatch: int = option(16384, "Most tokens in one forward and backward pass.", ge=1)
     activation_checkpointing: Literal["none", "selective", "full"] = option(
-        "selective", "What the backward pass recomputes: nothing, all but matrix products, or whole layers."
+        "selective",
+        "What the backward pass recomputes: nothing, all but matrix products and what ranks exchange, or whole layers.",
     )
     fp8: bool = option(False, "Compute the matrix products of linear layers in FP8, on GPUs that have these.")
     keep_compute_copy: bool = option(

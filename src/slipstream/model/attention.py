@@ -56,8 +56,15 @@ class Segments:
     pairs: int
 
     @classmethod
-    def from_ranges(cls, segments: Sequence[SegmentRanges], device: torch.device) -> Segments:
-        """The tensors of these segments of one row. `blocks` are made on the CPU only."""
+    def from_ranges(
+        cls, segments: Sequence[SegmentRanges], device: torch.device, padding: Sequence[range] = ()
+    ) -> Segments:
+        """The tensors of these segments of one row, and of ranges of `padding` at its end, whose pairs don't count.
+
+        `blocks` are made on the CPU only.
+        """
+        counted = len(segments)
+        segments = [*segments, *((each, (each,)) for each in padding)]
         queries, sizes = [len(q) for q, _ in segments], [sum(map(len, ks)) for _, ks in segments]
         plain = all(ks == (q,) for q, ks in segments)
         return cls(
@@ -66,7 +73,7 @@ class Segments:
             longest=(max(queries), max(sizes)),
             keys=None if plain else concat_to_device([k for _, ks in segments for k in ks], torch.long, device),
             blocks=_blocks(segments) if device.type == "cpu" else (),
-            pairs=sum(q * (k - q) + q * (q + 1) // 2 for q, k in zip(queries, sizes, strict=True)),
+            pairs=sum(q * (k - q) + q * (q + 1) // 2 for q, k in zip(queries[:counted], sizes[:counted], strict=True)),
         )
 
     def arguments(self) -> dict[str, Any]:

@@ -24,6 +24,11 @@ class ContextParallelGroup:
         """This rank's rows of a tensor with one row for each token of the micro-batch."""
         return rows.chunk(self.size)[self.rank]
 
+    def own_count(self, tokens: int, count: int) -> int:
+        """How many of the first `count` tokens of a micro-batch are in this rank's part."""
+        part = tokens // self.size
+        return min(max(count - self.rank * part, 0), part)
+
     def to_heads(self, tokens: Tensor) -> Tensor:
         """`[own tokens, heads, size]` to `[all tokens, own heads, size]`; fewer heads than ranks are repeated."""
         if tokens.shape[1] < self.size:

@@ -15,6 +15,7 @@ BLOCK = 1024  # columns that a program reads at once
 
 @triton.jit
 def _read(gate_up, row, at, size):  # type: ignore[no-untyped-def]
+    """Gates, values, and the sigmoids of the gates."""
     inside = at < size
     gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (row * 2 + 1) * size + at, mask=inside, other=0.0).to(tl.float32)

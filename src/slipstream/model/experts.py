@@ -6,7 +6,7 @@ reordering is a reordering, too.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,34 +21,61 @@ def grouped_experts(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tenso
     """A Hugging Face experts function: the weighted sum of each token's expert outputs, `[tokens, size]`.
 
     `tokens` is `[tokens, size]`; `chosen` experts and router `weights` are `[tokens, experts per token]`. With expert
-    parallelism, the index `experts.num_experts` stands for an expert of another rank: its output is 0.
+    parallelism `experts.num_experts` is a sentinel index: the expert is of another rank, and its output is 0 here.
     """
     if experts.has_bias or not experts.has_gate:
         out: Tensor = moe.grouped_mm_experts_forward(experts, tokens, chosen, weights)
         return out
-    choices = len(chosen.unbind(1))  # a constant for the compiler, unlike the size: sums over it are unrolled
-    by_expert, order = chosen.flatten().sort(stable=True)
-    inverse = inverse_permutation(order)
-    ends = torch.searchsorted(by_expert, torch.arange(experts.num_experts, device=order.device), right=True)
-    offsets, transposed, here = ends.int(), experts.is_transposed, None
-    if getattr(experts, "_is_expert_parallel", False):
-        # Rows of other ranks' experts are the last: products don't write them. Nothing is read for them, and what they
-        # hold is replaced by 0.
-        here = chosen.flatten() < experts.num_experts
-        order, inverse = order * (by_expert < experts.num_experts), inverse * here
-    rows = DispatchRows.apply(tokens, order, inverse, choices, here)  # type: ignore[no-untyped-call]
-    gate_up = moe._grouped_linear(rows, experts.gate_up_proj, offsets, is_transposed=transposed)
+    choices, transposed = experts_per_token(chosen), experts.is_transposed
+    order, inverse, ends, is_local = _sort_by_expert(experts, chosen)
+    rows = DispatchRows.apply(tokens, order, inverse, choices, is_local)  # type: ignore[no-untyped-call]
+    gate_up = moe._grouped_linear(rows, experts.gate_up_proj, ends, is_transposed=transposed)
     # Weights are applied before the second product, which is linear: the backward pass doesn't need its output then.
-    row_weights = ReorderRows.apply(weights.flatten(), order, inverse, None, here)  # type: ignore[no-untyped-call]
-    inner = _weighted_gate(experts, gate_up, row_weights, offsets)
-    outer = moe._grouped_linear(inner, experts.down_proj, offsets, is_transposed=transposed)
-    returned: Tensor = ReorderRows.apply(outer, inverse, order, here, None)  # type: ignore[no-untyped-call]
-    return returned.view(len(chosen), choices, -1).sum(1)
+    row_weights = ReorderRows.apply(weights.flatten(), order, inverse, None, is_local)  # type: ignore[no-untyped-call]
+    inner = _weighted_gate(experts, gate_up, row_weights, ends)
+    outer = moe._grouped_linear(inner, experts.down_proj, ends, is_transposed=transposed)
+    returned: Tensor = ReorderRows.apply(outer, inverse, order, is_local, None)  # type: ignore[no-untyped-call]
+    return returned.view(len(chosen), choices, -1).sum(1).to(tokens.dtype)
+
+
+def experts_per_token(chosen: Tensor) -> int:
+    """The number of columns: for the compiler a constant, unlike the size, so that it unrolls sums over it."""
+    return len(chosen.unbind(1))
+
+
+class RowOrder(NamedTuple):
+    """One row for each choice of each token, sorted by expert.
+
+    `order` has the choice of each row, `inverse` the row of each choice, and `ends` the end of each expert's rows
+    (int32). `is_local` says which choices are of experts in this module (None: all).
+    """
+
+    order: Tensor
+    inverse: Tensor
+    ends: Tensor
+    is_local: Tensor | None
+
+
+def _sort_by_expert(experts: Any, chosen: Tensor) -> RowOrder:
+    """Rows of sentinels are the last. No product reads or writes them: as indices they and their choices have 0."""
+    by_expert, order = chosen.flatten().sort(stable=True)
+    inverse, is_local = inverse_permutation(order), None
+    ends = torch.searchsorted(by_expert, torch.arange(experts.num_experts, device=order.device), right=True)
+    if getattr(experts, "_is_expert_parallel", False):
+        is_local = chosen.flatten() < experts.num_experts
+        order = torch.where(by_expert < experts.num_experts, order, 0)
+        inverse = torch.where(is_local, inverse, 0)
+    return RowOrder(order, inverse, ends.int(), is_local)
+
+
+def inverse_permutation(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`: `rows[order][inverse]` equals `rows`."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _weighted_gate(experts: Any, gate_up: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """The gated activation of `gate_up` `[rows, 2 size]` times `weights` `[rows]`; `ends` are the ends of experts."""
-    has_kernel = experts._apply_gate.__func__ is moe._default_apply_gate and isinstance(experts.act_fn, SILU)
+    has_kernel = type(experts)._apply_gate is moe._default_apply_gate and isinstance(experts.act_fn, SILU)
     if has_kernel and gate_up.is_cuda:
         out: Tensor = WeightedGate.apply(gate_up, weights, ends)  # type: ignore[no-untyped-call]
         return out
@@ -63,6 +90,7 @@ class WeightedGate(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         from slipstream.model import expert_kernels  # hosts without GPUs may lack Triton
 
+        gate_up, weights = gate_up.contiguous(), weights.contiguous()
         ctx.save_for_backward(gate_up, weights, ends)
         return expert_kernels.weighted_gate(gate_up, weights, ends)
 
@@ -74,11 +102,6 @@ class WeightedGate(torch.autograd.Function):
         return *expert_kernels.weighted_gate_gradients(gate_up, weights, ends, grads[0].contiguous()), None
 
 
-def inverse_permutation(order: Tensor) -> Tensor:
-    """The permutation that undoes `order`: `rows[order][inverse]` equals `rows`."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
 def _select(rows: Tensor, index: Tensor, kept: Tensor | None) -> Tensor:
     """`rows[index]`, with 0 for rows that are not `kept` (None: all are)."""
     found = rows.index_select(0, index)
@@ -88,19 +111,21 @@ def _select(rows: Tensor, index: Tensor, kept: Tensor | None) -> Tensor:
 class DispatchRows(torch.autograd.Function):
     """Each token, once for each expert that it chose, in the `order` of experts; `inverse` undoes the order.
 
-    The gradient of the choices that are not `here` is 0 (None: all are).
+    The gradient of choices that are not `is_local` is 0 (None: all are).
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor, choices: int, here: Tensor | None) -> Tensor:
-        ctx.save_for_backward(inverse, here)
+    def forward(
+        ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor, choices: int, is_local: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(inverse, is_local)
         ctx.choices = choices
         return tokens.index_select(0, order // choices)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (inverse, here), (grad,) = ctx.saved_tensors, grads
-        return _select(grad, inverse, here).view(-1, ctx.choices, grad.shape[1]).sum(1), None, None, None, None
+        (inverse, is_local), (grad,) = ctx.saved_tensors, grads
+        return _select(grad, inverse, is_local).view(-1, ctx.choices, grad.shape[1]).sum(1), None, None, None, None
 
 
 class ReorderRows(torch.autograd.Function):

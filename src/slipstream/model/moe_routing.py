@@ -86,14 +86,15 @@ class ExpertRouting:
             )
 
     @torch.no_grad()
-    def count_choices(self) -> None:
-        """Add the experts used in the last forward pass, replayed or chosen, to the load."""
+    def count_choices(self, tokens: int) -> None:
+        """Add the experts that the first `tokens` used in the last forward pass, replayed or chosen, to the load."""
         for row, router in zip(self._counts(), (r for r in self._routers.values() if r.weighting), strict=True):
-            used = router.chosen
+            used = chosen = router.chosen[:tokens]
             if router.recorded is not None:
-                used = _recorded_or_own(router.recorded, router.chosen)
-                row[-2] += (router.recorded >= 0).sum()
-                row[-1] += (used[:, :, None] != router.chosen[:, None]).all(-1).sum()
+                recorded = router.recorded[:tokens]
+                used = _recorded_or_own(recorded, chosen)
+                row[-2] += (recorded >= 0).sum()
+                row[-1] += (used[:, :, None] != chosen[:, None]).all(-1).sum()
             row[:-2] += torch.bincount(used.flatten(), minlength=len(row) - 2)
 
     def take_load(self, all_reduce: Callable[[Tensor], Tensor] = lambda counts: counts) -> dict[str, Any]:

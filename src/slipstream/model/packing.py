@@ -39,6 +39,7 @@ class MicroBatch:
 
     For models that read images, `positions` are `[3, tokens]`, and `images` more arguments of the forward method.
     `placeholders` are indices of placeholders that the policy sampled, which are no images; `input_ids` have 0 there.
+    The last `padding` tokens belong to no sample.
     """
 
     input_ids: Tensor
@@ -56,6 +57,7 @@ class MicroBatch:
     order: Sequence[int]
     teacher: Tensor | None = None
     filler: bool = False
+    padding: int = 0
     images: Mapping[str, Tensor] = field(default_factory=dict)
     placeholders: Tensor | None = None
 
@@ -185,23 +187,24 @@ def pack(
     """Tensors of a micro-batch of these prefix groups. `version` is the trainer's version, for lags.
 
     `processor` is that of a model that reads images. The number of tokens is padded to at least `least`, and to a
-    multiple of `multiple`, by a last segment without sampled tokens. Raises `ValueError` if recorded experts of a
-    sample do not cover its tokens.
+    multiple of `multiple`, by segments without sampled tokens that are no longer than the longest sample. Raises
+    `ValueError` if recorded experts of a sample do not cover its tokens.
     """
     order = [index for members in prefix_groups for index in members]
     pieces, predicts, segments, end = _lay_out(samples, prefix_groups)
-    if padding := -(-max(end, least) // multiple) * multiple - end:
-        rest = range(end, end + padding)
-        segments.append((rest, (rest,)))
-    token_ids, placeholders = _row_tokens(pieces, padding, processor)
+    length = -(-max(end, least) // multiple) * multiple
+    longest = max(at.stop for _, at in pieces)  # some models choose rotary frequencies by the largest position
+    padding = [range(start, min(start + longest, length)) for start in range(end, length, longest)]
+    token_ids, placeholders = _row_tokens(pieces, length - end, processor)
     images = processor.inputs(_images_in_row(pieces, processor)) if processor else {}
     return MicroBatch(
         input_ids=concat_to_device([token_ids], torch.long, device),
         positions=_positions(pieces, padding, processor, device),
-        segments=Segments.from_ranges(segments, device),
+        segments=Segments.from_ranges(segments, device, padding),
         predicts=concat_to_device(predicts, torch.long, device),
-        experts=_packed_experts(pieces, padding, device),
+        experts=_packed_experts(pieces, length - end, device),
         order=order,
+        padding=length - end,
         images={name: tensor.to(device) for name, tensor in images.items()},
         placeholders=concat_to_device([placeholders], torch.long, device) if placeholders else None,
         **_of_sampled_tokens([samples[index] for index in order], version, device),
@@ -273,12 +276,15 @@ def _row_tokens(
 
 
 def _positions(
-    pieces: Sequence[tuple[Sample, range]], padding: int, processor: ImageProcessor | None, device: torch.device
-) -> Tensor:
+    pieces: Sequence[tuple[Sample, range]], padding: Sequence[range], processor: ImageProcessor | None,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    own = [range(len(each)) for each in padding]
     if processor is None:
-        return concat_to_device([*(at for _, at in pieces), range(padding)], torch.long, device)
+        return concat_to_device([*(at for _, at in pieces), *own], torch.long, device)
     each = [image_positions(s.token_ids, s.images, processor.placeholder)[:, at.start : at.stop].T for s, at in pieces]
-    return concat_to_device([*each, np.tile(np.arange(padding)[:, None], 3)], torch.long, device).T.contiguous()
+    rest = (np.tile(np.asarray(positions)[:, None], 3) for positions in own)
+    return concat_to_device([*each, *rest], torch.long, device).T.contiguous()
 
 
 def _sampled_placeholders(pieces: Sequence[tuple[Sample, range]], processor: ImageProcessor) -> list[int]:

@@ -123,6 +123,7 @@ class TrainerCost:
     compiled: bool = True
     fp8: bool = False
     shard_size: int = 0  # ranks that share one copy of the weights (fsdp); 0 is all of them
+    expert_parallel: int = 1
     reference: str = ""  # of a KL term: "start", "average" or "model" (another one)
 
     @property
@@ -165,6 +166,16 @@ class TrainerCost:
         """Parts into which masters and moments are split."""
         return 1 if self.parallel == "ddp" else self.shard_size or self.ranks
 
+    @property
+    def experts(self) -> int:
+        """Parameters of experts that `expert_parallel` splits; 0 without it."""
+        return self.shape.layers * self.shape.experts * self.shape.expert_parameters * (self.expert_parallel > 1)
+
+    def _share(self, parameters: int) -> float:
+        """How many of the trained, or of all, `parameters` one rank holds."""
+        experts = self.experts if parameters >= self.experts else 0  # adapters are not on experts
+        return (parameters - experts) / self.shards + experts / self.expert_parallel
+
     def _traffic(self, packed: float) -> float:
         """Seconds in which ranks wait for each other's weights, gradients or activations."""
         if self.ranks == 1:
@@ -177,7 +188,10 @@ class TrainerCost:
         elif self.parallel == "tensor":
             size = 8 * self.shape.layers * self.shape.hidden * BF16 * packed * part
         else:  # weights for both passes, and gradients in float32
-            size = passes * (2 * BF16 * self.shape.parameters + FP32 * self.trained) * part
+            trained = 0 if self.work.lora_rank else self.experts
+            gathered = 2 * BF16 * (self.shape.parameters - self.experts) + FP32 * (self.trained - trained)
+            tokens = 4 * self.shape.layers * self.shape.hidden * BF16 * packed / share if self.experts else 0
+            size = passes * gathered * part + tokens * (self.expert_parallel - 1)
         keys = packed / share * self.shape.kv_bytes * 3 if self.context_parallel > 1 else 0.0
         return (size * EXPOSED + keys) / self.link
 
@@ -191,7 +205,9 @@ class TrainerCost:
         if frozen or (copies and not gathers and (whole or self.parallel == "tensor")):
             weights = shape.weight_bytes / self.shards
         if gathers:  # two layers, and the embeddings
-            weights += 2 * shape.weight_bytes / shape.layers + 2 * BF16 * shape.embedding
+            weights += 2 * (shape.weight_bytes - BF16 * self.experts) / shape.layers + 2 * BF16 * shape.embedding
+        if self.experts and (copies or frozen):  # of its experts; frozen ones are split by `expert_parallel`, not FSDP
+            weights += BF16 * self.experts * (1 / self.expert_parallel - frozen / self.shards)
         return {
             "weights": weights if self.own_copy else 0.0,
             **self._state(),
@@ -209,12 +225,13 @@ class TrainerCost:
         """
         if not self.reference or (self.work.lora_rank and self.reference != "model"):  # adapters share their base
             return 0.0
-        weights = self.shape.weight_bytes / (self.shards if self.parallel == "fsdp" else 1)
-        return weights + (FP32 * self.shape.parameters / self.shards if self.reference == "average" else 0.0)
+        share = self._share(self.shape.parameters) / self.shape.parameters if self.parallel == "fsdp" else 1.0
+        average = FP32 * self._share(self.shape.parameters) if self.reference == "average" else 0.0
+        return self.shape.weight_bytes * share + average
 
     def _state(self) -> dict[str, float]:
         """Bytes of what the optimizer reads and writes on the GPU."""
-        each = self.trained / self.shards
+        each = self._share(self.trained)
         masters = each * (FP32 if self.master_weights == "float32" else BF16)
         moments = 0.0 if self.offload_optimizer else self.moments
         return {"masters": masters, "gradients": FP32 * each, "moments": moments}
@@ -228,7 +245,7 @@ class TrainerCost:
     @property
     def moments(self) -> float:
         """Bytes of the moments of one rank, on its GPU or in host memory."""
-        each = self.trained / self.shards
+        each = self._share(self.trained)
         if self.optimizer == "adamw_8bit":
             return 2 * QUANTIZED * each
         if self.optimizer == "muon":  # one moment of each matrix
@@ -241,10 +258,12 @@ class TrainerCost:
         shape = self.shape
         everything, mixture = self.checkpointing == "none", shape.experts > 1
         attention = shape.head_dim * (shape.heads + 2 * shape.kv_heads) + 2 * shape.hidden
-        mlp = 2 * shape.active * shape.expert_intermediate if mixture else 2 * shape.intermediate
+        # With expert parallelism a rank has rows for the tokens of all ranks of its group.
+        active = shape.active * self.expert_parallel
+        mlp = 2 * active * shape.expert_intermediate if mixture else 2 * shape.intermediate
         kept = KEPT[self.checkpointing] * (attention + mlp)
         if everything and mixture:  # also a token's rows for its experts, and their outputs
-            experts = shape.active * (2 * shape.hidden + 3 * shape.expert_intermediate)
+            experts = active * (2 * shape.hidden + 3 * shape.expert_intermediate)
             kept = KEPT[self.checkpointing] * attention + experts
         if everything:  # keys and values, repeated for the heads that share them
             kept += 2 * shape.head_dim * (shape.heads - shape.kv_heads)

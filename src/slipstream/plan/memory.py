@@ -53,6 +53,7 @@ def cost_of(config: Config, shape: Shape, cluster: Cluster) -> TrainerCost:
     options = {field: getattr(trainer, option) for option, field in OPTIONS.items()}
     return TrainerCost(
         shape, cluster, Rates(), workload_of(config), trainer.ranks, trainer.parallel, trainer.context_parallel,
+        expert_parallel=trainer.expert_parallel,
         own_copy=config.sync.link != "single_copy", shard_size=trainer.fsdp_shard_size,
         compiled=trainer.compile, fp8=trainer.fp8, **options,
     )  # fmt: skip

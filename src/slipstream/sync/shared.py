@@ -33,7 +33,8 @@ class SharedSender(Sender):
         self._parameters, self._dtype = parameters, dtype_of(config)
         layout = Layout(shapes_of(parameters), self._dtype)
         self._handle, self._path = allocate_shared_file(2 * layout.size)
-        self._files = SharedFiles(next(iter(parameters.values())).device)
+        self._device = next(iter(parameters.values())).device
+        self._files = SharedFiles(self._device)
         self._buffers = views_of_buffers(self._files, self._path, layout)
         on_cpu = all(p.device.type == "cpu" for p in parameters.values())
         # Gathered tensors are not the trainer's parameters.
@@ -73,8 +74,11 @@ class SharedSender(Sender):
 
     @torch.no_grad()
     def _copy_to(self, index: int) -> None:
+        """Copy the weights to a buffer. A GPU casts them before: torch's blocking copies cast on the host."""
         for name, parameter in self._parameters.items():
-            self._buffers[index][name].copy_(parameter)
+            self._buffers[index][name].copy_(parameter, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _move_to(self, index: int) -> None:
         for name, parameter in self._parameters.items():

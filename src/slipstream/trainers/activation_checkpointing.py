@@ -11,11 +11,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from slipstream.model.inspection import decoder_layers
 
-# Operations whose outputs are saved, by prefix; attention's operation depends on the torch release. `wait_tensor`
-# returns what ranks exchanged.
+# Operations whose outputs are saved, by prefix; attention's operation depends on the torch release. Of collectives both
+# are saved, the output and what `wait_tensor` makes of it: a repeated collective whose end nothing awaits would write
+# into memory that is free by then.
 SAVED_OPERATIONS = (
     "aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm", "aten._grouped_mm", "aten._scaled_dot_product",
-    "aten._flash_attention", "torch_attn.", "_c10d_functional.wait_tensor",
+    "aten._flash_attention", "torch_attn.", "_c10d_functional.",
 )  # fmt: skip
 LINEAR = "aten.mm", "aten.addmm"  # of those, the products whose last argument is a matrix [inner, outer]
 # A product with this inner dimension or less, and WIDER times as many columns, is computed again, such as those of
@@ -32,7 +33,8 @@ ANY_SIZE: dict[str, Any] = {"shape_padding": False, "triton.mix_order_reduction_
 def prepare_layers(model: Any, recompute: str, compiled: bool) -> None:
     """Checkpoint the activations of each decoder layer, and compile the layer if `compiled`.
 
-    `recompute` says what the backward pass computes again: "none", "selective" (all but matrix products) or "full".
+    `recompute` says what the backward pass computes again: "none", "selective" (all but matrix products
+    and what ranks exchange) or "full".
     """
     for layer in decoder_layers(model):
         if recompute != "none":
@@ -76,7 +78,8 @@ def _recompute_selectively(layer: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def save_or_recompute(ctx: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """Whether selective checkpointing saves an operation's output: attention, and products that are not narrow."""
+    """Whether selective checkpointing saves an operation's output: attention, collectives, and products that
+    are not narrow."""
     name = str(operation)
     saved = name.startswith(SAVED_OPERATIONS) and not (name.startswith(LINEAR) and _is_narrow(arguments[-1]))
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

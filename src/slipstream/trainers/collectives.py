@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.distributed import _functional_collectives as functional
 
-# Until torch 2.12 they were `..._tensor_autograd`.
-all_gather: Any = getattr(functional, "all_gather_single_autograd", functional.all_gather_tensor_autograd)
-reduce_scatter: Any = getattr(functional, "reduce_scatter_single_autograd", functional.reduce_scatter_tensor_autograd)
+if hasattr(functional, "all_gather_single_autograd"):
+    all_gather = functional.all_gather_single_autograd
+    reduce_scatter = functional.reduce_scatter_single_autograd
+else:  # until torch 2.12
+    all_gather = functional.all_gather_tensor_autograd
+    reduce_scatter = functional.reduce_scatter_tensor_autograd

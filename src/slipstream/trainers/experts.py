@@ -1,9 +1,9 @@
-"""Expert parallelism: each rank of a group holds a part of the experts, and computes their outputs for all its tokens.
+"""Expert parallelism: each rank of a group holds a part of the experts, and computes them for the whole group's tokens.
 
-The ranks of a group gather the tokens of all (all-gather). Each sums the outputs of its own experts, and the sums are
-added up by the ranks of the tokens (reduce-scatter). Micro-batches of a group have equal lengths, so that the host need
-not know how many tokens chose an expert: layers are compiled as a whole. No rank gathers the experts of other ranks.
-Groups hold copies of each other's experts; the gradients of copies are summed once a step.
+The ranks of a group gather each other's tokens (all-gather). Each sums the outputs of its own experts, and
+reduce-scatter adds up the sums for the rank of each token. Micro-batches of a group have equal numbers of tokens, so
+that the host need not know how many chose an expert: layers are compiled as a whole. No rank gathers the experts of
+other ranks. Each group holds all experts once; their gradients are summed over the groups once a step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from slipstream.config.schema import ConfigError
+from slipstream.model.experts import experts_per_token
 from slipstream.model.inspection import expert_parameters
 from slipstream.sync.sharded_weights import local_part
 from slipstream.trainers.collectives import all_gather, reduce_scatter
@@ -46,7 +47,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype, mast
         experts.num_experts //= mesh.size()
         experts.first_expert = mesh.get_local_rank() * experts.num_experts
         experts.group_name = mesh.get_group().group_name
-        experts._is_expert_parallel = True  # for transformers: the index `num_experts` is that of no expert
+        experts._is_expert_parallel = True  # as in transformers: `num_experts` is a sentinel index
         for name, p in [*experts.named_parameters(recurse=False)]:
             part: Tensor = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
             part = (part if p.requires_grad else local_part(part)).to(master_dtype(p, compute, master))
@@ -61,13 +62,13 @@ def _exchange_tokens(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tens
 
     `tokens` is `[tokens, size]`; `chosen` experts and router `weights` are `[tokens, experts per token]`.
     """
-    choices, group = len(chosen.unbind(1)), experts.group_name  # as in `grouped_experts`
-    exact = torch.promote_types(weights.dtype, torch.float32)  # an expert's index is exact in it
+    choices, group = experts_per_token(chosen), experts.group_name
+    exact = torch.promote_types(weights.dtype, torch.float32)  # indices travel with weights, and are exact in float32
     routes = all_gather(torch.cat([chosen.to(exact), weights.to(exact)], 1), 0, group)
     gathered = all_gather(tokens, 0, group)
     local = routes[:, :choices].detach().long() - experts.first_expert
-    here = (local >= 0) & (local < experts.num_experts)
-    chosen_here = torch.where(here, local, experts.num_experts)
-    sums = type(experts).forward(experts, gathered, chosen_here, routes[:, choices:].to(weights.dtype))
+    is_local = (local >= 0) & (local < experts.num_experts)
+    local = torch.where(is_local, local, experts.num_experts)
+    sums = type(experts).forward(experts, gathered, local, routes[:, choices:].to(weights.dtype))
     out: Tensor = reduce_scatter(sums, "sum", 0, group)
     return out

@@ -52,7 +52,8 @@ class FlopsMeter:
     """Counts the FLOPs of a policy's passes, and compares them with the measured peak rate of the GPU."""
 
     def __init__(self, policy: PackedPolicy, device: torch.device) -> None:
-        self._device, self._routing, self._each = device, policy.routing, FlopsModel.of(policy.model)
+        self._device, self._routing, self._context = device, policy.routing, policy.context
+        self._each = FlopsModel.of(policy.model)
         self._peak = peak_matmul_flops(device) if device.type == "cuda" else None
         self._operations, self._tokens = 0.0, 0
 
@@ -64,11 +65,12 @@ class FlopsMeter:
 
     def add_pass(self, micro: MicroBatch, is_leader: bool) -> None:
         """Add the last forward and backward pass: the load of experts, and on a leader FLOPs and tokens."""
-        self._routing.count_choices()
+        tokens = len(micro.input_ids) - micro.padding
+        self._routing.count_choices(self._context.own_count(len(micro.input_ids), tokens) if self._context else tokens)
         if not is_leader:
             return
-        self._tokens += len(micro.input_ids)
-        self._operations += self._each.flops(len(micro.input_ids), len(micro.predicts), micro.segments.pairs)
+        self._tokens += tokens
+        self._operations += self._each.flops(tokens, len(micro.predicts), micro.segments.pairs)
 
     def take_statistics(self, seconds: float, ranks: TrainerRanks) -> dict[str, Any]:
         """Statistics of all ranks since the last call, for a step of `seconds`; keys are fields of `StepStats`.

@@ -2,7 +2,8 @@
 
 Every rank is a process with one device. Each gets every batch, computes its part, and takes the same optimizer step.
 "ddp": each rank holds all weights, and gradients are summed once a step. "fsdp" (Zhao et al. 2023, arXiv:2304.11277):
-each rank holds a shard of every weight, gathers one layer at a time, and keeps its shard of the summed gradient.
+each rank holds a shard of every weight, gathers one layer at a time, and keeps its shard of the summed gradient; with
+expert parallelism it doesn't gather experts (`trainers.experts`).
 "tensor": all ranks compute the same tokens, each with its part of every layer (`trainers.tensor_parallel`).
 """
 
@@ -130,21 +131,23 @@ class TrainerRanks:
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
 
-    def gathers(self, parameter: nn.Parameter) -> bool:
-        """Whether FSDP gathers a parameter of a sharded policy in its passes; else they use this rank's part of it."""
+    def is_gathered(self, parameter: nn.Parameter) -> bool:
+        """Whether passes of a sharded policy use the whole parameter, which FSDP gathers, not this rank's part."""
         return self.is_fsdp and parameter not in self._expert_parameters
 
     @property
-    def needs_equal_lengths(self) -> bool:
-        """Whether micro-batches that ranks compute at the same time must have the same number of tokens."""
-        return self._experts is not None
+    def parts_of_equal_length(self) -> range:
+        """The parts of a batch, this rank's included, whose micro-batches need equal numbers of tokens."""
+        each = self._experts["experts"].size() if self._experts else 1
+        first, ranks_of_part = self.rank // each * each, self.size // self.data_parallel_size
+        return range(first // ranks_of_part, (first + each - 1) // ranks_of_part + 1)
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum gradients over the ranks that hold the same weights, except those that FSDP sums in the backward pass."""
         if self.size == 1 or (self._experts and self._experts["copies"].size() == 1):
             return
         group = self._experts.get_group("copies") if self._experts else None
-        replicated = {name: p for name, p in parameters.items() if not self.gathers(p)}
+        replicated = {name: p for name, p in parameters.items() if not self.is_gathered(p)}
         summed = [p for name, p in replicated.items() if name in self.partial_gradients or not self.is_tensor_parallel]
         for parameter in summed:
             if parameter.grad is None:

@@ -79,8 +79,9 @@ class Reference:
         for name, parameter in self._policy.model.named_parameters():
             if name in self.average:
                 average = self.average[name]
-                if not isinstance(parameter, DTensor):  # the whole parameter, or this rank's experts
-                    average = (full_tensor if parameter.shape == average.shape else local_part)(average)
+                if not isinstance(parameter, DTensor):
+                    holds_all = parameter.shape == average.shape  # else this rank's experts
+                    average = full_tensor(average) if holds_all else local_part(average)
                 parameter.copy_(average)
 
 

@@ -79,6 +79,7 @@ class Trainer:
         self.ranks = TrainerRanks(self._options, self.device)
         self._multiple = self._options.context_parallel * (MULTIPLE if self._options.fp8 else 1)
         self.model = self._prepare_model(config, model, compute, master)
+        self._frozen_elements = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
         self._dropouts = adapter_dropouts(self.model)
         self._images = image_processor(config.model.path)
         self._objective = load_objective(config)
@@ -141,7 +142,7 @@ class Trainer:
         Passes of tensor-parallel ranks and of experts use this rank's shards. FSDP casts the shards of other parameters
         as it gathers them, without copies.
         """
-        masters = {name: p for name, p in self.parameters.items() if not self.ranks.gathers(p)}
+        masters = {name: p for name, p in self.parameters.items() if not self.ranks.is_gathered(p)}
         parts = {name: local_part(p.detach()) for name, p in masters.items()}
         copies = {name: part.to(compute) for name, part in parts.items()} if compute != master else {}
         if copies or self.ranks.is_sharded:
@@ -184,10 +185,10 @@ class Trainer:
     def make_room(self) -> None:
         """Free GPU memory for the weights of engines that wake while this trainer publishes to them."""
         if self._offloader:
-            frozen = [p for p in self.model.parameters() if not p.requires_grad]
-            sizes = [p.numel() * ENGINE_WEIGHT_BYTES for p in (*self.parameters.values(), *frozen)]  # of full tensors
-            largest = max(p.numel() for p in self.parameters.values()) * ENGINE_WEIGHT_BYTES
-            self._offloader.make_room(sum(sizes) + max(PUBLISH_BYTES, BUCKET_COPIES * largest), self._moments())
+            trained = [p.numel() for p in self.parameters.values()]  # of full tensors
+            weights = ENGINE_WEIGHT_BYTES * (sum(trained) + self._frozen_elements)
+            buckets = max(PUBLISH_BYTES, BUCKET_COPIES * ENGINE_WEIGHT_BYTES * max(trained))
+            self._offloader.make_room(weights + buckets, self._moments())
 
     def onload(self) -> None:
         """Move all state back to the device."""
@@ -265,10 +266,9 @@ class Trainer:
         packed = partial(
             pack, samples, device=self.device, version=version, multiple=self._multiple, processor=self._images
         )
-        rounds = plan(sizes, budget, self.ranks.data_parallel_size, costs)
-        for turn, items in enumerate(rounds[self.ranks.data_parallel_rank]):
-            longest = max(sum(sizes[i] for i in part[turn]) for part in rounds)
-            least = longest if self.ranks.needs_equal_lengths else 0
+        parts = plan(sizes, budget, self.ranks.data_parallel_size, costs)
+        for number, items in enumerate(parts[self.ranks.data_parallel_rank]):
+            least = max(sum(sizes[i] for i in parts[part][number]) for part in self.ranks.parts_of_equal_length)
             if items:
                 yield packed([prefix_groups[i] for i in items], least=least)
             elif samples and self.ranks.is_fsdp:
