@@ -145,6 +145,18 @@ def test_every_option_is_documented_once() -> None:
             "can't bring adapters (lora.rank = 8) to vLLM; leave sync.link out",
         ),
         (["--lora.rank=8", "--sync.link=lora"], 'for lora.rank above 0 with generator.engine = "vllm"'),
+        (
+            ["--trainer.ranks=2", "--trainer.parallel=ddp", "--trainer.fsdp_shard_size=2"],
+            'trainer.fsdp_shard_size = 2 does not go with trainer.parallel = "ddp"; set it to 0',
+        ),
+        (
+            ["--trainer.ranks=2", "--trainer.parallel=ddp", "--trainer.keep_compute_copy=false"],
+            'trainer.keep_compute_copy = false does not go with trainer.parallel = "ddp"; leave one of them out',
+        ),
+        (
+            ["--trainer.ranks=2", "--trainer.expert_parallel=2", "--lora.rank=4", "--lora.quantization=4bit"],
+            'trainer.expert_parallel = 2 does not go with lora.quantization = "4bit"; leave one of them out',
+        ),
         (["--lora.quantization=4bit"], "does not go with lora.rank = 0, which trains every weight"),
         (
             ["--lora.quantization=4bit", "--lora.rank=8", "--trainer.ranks=2"],
@@ -180,10 +192,6 @@ def test_every_option_is_documented_once() -> None:
         (["--trainer.keep_compute_copy=false", "--lora.rank=4", "--model.dtype=bfloat16"], "go with lora.rank = 4"),
         (["--trainer.ranks=2", "--trainer.expert_parallel=2", "--trainer.parallel=ddp"], 'parallel = "ddp"; set it to'),
         (["--trainer.ranks=2", "--trainer.expert_parallel=2", "--lora.experts=true"], "with lora.experts; set it to"),
-        (
-            ["--trainer.ranks=2", "--trainer.fsdp_shard_size=2", "--trainer.parallel=ddp"],
-            'with trainer.parallel = "fsdp"',
-        ),
         (["--trainer.ranks=2", "--trainer.parallel=tensor", "--lora.rank=4"], "can't train adapters"),
         (
             ["--trainer.ranks=2", "--trainer.parallel=fsdp", "--trainer.fsdp_shard_size=1"],

@@ -53,6 +53,18 @@ def test_a_machine_is_checked_without_a_configuration(folder: Path, capsys: pyte
     assert [path.name for path in folder.iterdir()] == ["run.toml"]  # nothing is left over
 
 
+def test_options_that_do_not_go_with_the_model_are_faults(
+    folder: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["--trainer.ranks=3", "--trainer.context_parallel=3", *flags(tiny)]
+    assert main(["doctor", "run.toml", "--json", *wrong]) == 1
+    results, faults = found(capsys)
+    assert results["options"] == "1 fault"
+    assert [fault["text"] for fault in faults if fault["check"] == "options"] == [
+        "trainer.context_parallel = 3 can't share out a model with 4 heads and 2 of keys and values; give 1 or 2"
+    ]
+
+
 def test_a_run_of_two_ranks_is_checked_with_an_all_reduce(
     folder: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

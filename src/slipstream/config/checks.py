@@ -158,8 +158,8 @@ def _truncates(config: Config) -> bool:
 
 
 COPY_CONFLICTS: tuple[Conflict, ...] = (  # of `trainer.keep_compute_copy = false`
+    (lambda c: c.trainer.parallel != "fsdp", "{trainer.parallel}", "leave one of them out"),
     (lambda c: c.trainer.ranks > 1, '{trainer.ranks}, which keep none with "fsdp"', "leave it out"),
-    (lambda c: c.trainer.parallel != "fsdp", "{trainer.parallel}", "leave that out"),
     (lambda c: c.model.dtype == "float32", "{model.dtype}, which needs none", "leave it out"),
     (lambda c: c.lora.rank, "{lora.rank}, whose base has no other copy", "leave it out"),
     (lambda c: c.trainer.master_weights == "bfloat16", "{trainer.master_weights}, which needs none", "leave it out"),
@@ -212,10 +212,10 @@ CHECKS: tuple[Check, ...] = (
     # the trainer
     (lambda c: c.trainer.fsdp_shard_size == 1,
      '{trainer.fsdp_shard_size} leaves each rank all weights, which is trainer.parallel = "ddp"; set that'),
-    (lambda c: c.trainer.fsdp_shard_size and (c.trainer.ranks % c.trainer.fsdp_shard_size
-                                              or c.trainer.parallel != "fsdp"),
-     '{trainer.fsdp_shard_size} must divide {trainer.ranks}, with trainer.parallel = "fsdp"; change it, or set it to '
-     "0"),
+    (lambda c: c.trainer.fsdp_shard_size and c.trainer.parallel != "fsdp",
+     "{trainer.fsdp_shard_size} does not go with {trainer.parallel}; set it to 0"),
+    (lambda c: c.trainer.fsdp_shard_size and c.trainer.ranks % c.trainer.fsdp_shard_size,
+     "{trainer.fsdp_shard_size} must divide {trainer.ranks}; change it, or set it to 0"),
     *_conflicts(lambda c: not c.trainer.keep_compute_copy, "{trainer.keep_compute_copy}", *COPY_CONFLICTS),
     *_conflicts(
         lambda c: c.trainer.master_weights == "bfloat16", "{trainer.master_weights}",
@@ -243,6 +243,7 @@ CHECKS: tuple[Check, ...] = (
                 (lambda c: c.trainer.parallel == "tensor", "{trainer.parallel}", 'use "fsdp"')),
     *_conflicts(
         lambda c: c.trainer.expert_parallel > 1, "{trainer.expert_parallel}",
+        (lambda c: c.lora.quantization == "4bit", "{lora.quantization}", "leave one of them out"),
         (lambda c: c.trainer.parallel != "fsdp", "{trainer.parallel}", 'set it to "fsdp"'),
         (lambda c: c.trainer.fsdp_shard_size, "{trainer.fsdp_shard_size}", "set it to 0"),
         (lambda c: c.lora.experts, "lora.experts", "set it to false"),

@@ -37,6 +37,7 @@ from slipstream.model.images import reads_images
 from slipstream.model.inspection import attention_heads, causal_lm, max_model_len, model_config
 from slipstream.model.loading import load_causal_lm, load_model
 from slipstream.model.paths import check_paths
+from slipstream.model.policy import validate_context
 from slipstream.model.tokenizer import validate_same_vocabulary
 from slipstream.observe.events import CONTROLLER, TRAINER
 from slipstream.observe.health import Health, replay
@@ -162,6 +163,8 @@ def _validate_policy(config: Config, model: Any) -> None:
         plan_shards(model, trainer.ranks)
     if trainer.expert_parallel > 1:
         expert_modules(model, trainer.expert_parallel)
+    if trainer.context_parallel > 1:
+        validate_context(trainer.context_parallel, model)
     heads, keys, _ = attention_heads(model.config)
     if heads % size or (keys % size and size % keys):
         raise ConfigError(

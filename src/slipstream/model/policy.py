@@ -52,7 +52,7 @@ class PackedPolicy(nn.Module):
                 whole.base_model.visual.register_forward_pre_hook(_without_segments, with_kwargs=True)
                 whole.get_input_embeddings().register_forward_hook(self._embed_placeholders)
         if context:
-            _validate_context(context.size, whole.config, self.packs)
+            validate_context(context.size, whole)
         if whole.config._experts_implementation == "grouped_mm":  # the default, of dense models, too
             whole.set_experts_implementation(experts.NAME)
         self.routing = ExpertRouting(whole)
@@ -175,8 +175,12 @@ def _logits_follow(model: Any, head: nn.Linear, expected: LogitMap) -> bool:
     return bool((logits - wanted).abs().amax() < PROBE_LOGIT / 100)
 
 
-def _validate_context(size: int, config: Any, packs: bool) -> None:
-    heads, keys, _ = attention_heads(config)
-    if not packs or heads % size or (keys % size and size % keys):
+def validate_context(size: int, model: Any) -> None:
+    """Raise `ConfigError` if `size` ranks of context parallelism can't share the heads of `model`."""
+    (heads, keys, _), packs = attention_heads(model.config), _can_pack(model)
+    able = [n for n in range(1, size + 1 if packs else 2) if not heads % n and (not keys % n or not n % keys)]
+    if size not in able:
         why = f"{heads} heads and {keys} of keys and values" if packs else "layers that carry a state"
-        raise ConfigError(f"trainer.context_parallel = {size} can't share out a model with {why}; lower it")
+        raise ConfigError(
+            f"trainer.context_parallel = {size} can't share out a model with {why}; give {' or '.join(map(str, able))}"
+        )

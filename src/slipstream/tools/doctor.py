@@ -12,15 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.config.loading import load_config
+from slipstream.config.schema import Config
 from slipstream.controller.node_checks import Examination, examine
 from slipstream.controller.node_worker import NodeReport
+from slipstream.errors import UserError
 from slipstream.observe.formatting import plural
 from slipstream.runtime.closing import run_bounded
 from slipstream.runtime.runtime import current_runtime, open_runtime
 
 PLACEHOLDERS = ("--model.path=MODEL", "--environment.name=addition")  # for options without a default
-CHECKS = ("nodes", "versions", "model files", "imports", "GPUs", "memory", "limits", "run directory", "host names",
-          "connections", "bandwidth", "all-reduce", "servers")  # fmt: skip
+CHECKS = ("nodes", "versions", "model files", "options", "imports", "GPUs", "memory", "limits", "run directory",
+          "host names", "connections", "bandwidth", "all-reduce", "servers")  # fmt: skip
 
 
 def doctor(path: str | None, flags: Sequence[str] = (), as_json: bool = False) -> int:
@@ -33,6 +35,8 @@ def doctor(path: str | None, flags: Sequence[str] = (), as_json: bool = False) -
     directory = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
     with open_runtime(config.runtime):
         found = run_bounded(examine(current_runtime(), config if path else None, directory))
+        if path:
+            _check_options(found, config)
     results = _results(found, bool(path))
     if not config.generator.servers:
         del results["servers"]
@@ -47,9 +51,22 @@ def doctor(path: str | None, flags: Sequence[str] = (), as_json: bool = False) -
     return 1 if found.faults else 0
 
 
+def _check_options(found: Examination, config: Config) -> None:
+    """Add a fault for an option that does not go with the model, unless the model's files are at fault."""
+    from slipstream.controller.setup import validate_models  # imports transformers
+
+    if any(fault.check == "model files" for fault in found.faults):
+        found.skipped["options"] = "no model"
+        return
+    try:
+        validate_models(config)
+    except UserError as error:
+        found.add("options", str(error))
+
+
 def _results(found: Examination, with_config: bool) -> dict[str, str]:
     """The result of each check: "ok", "skipped: reason", or the number of its faults."""
-    skipped = found.skipped | ({} if with_config else dict.fromkeys(("model files", "imports"), "no CONFIG"))
+    skipped = found.skipped | ({} if with_config else dict.fromkeys(("model files", "options", "imports"), "no CONFIG"))
     skipped |= {"bandwidth": "one node"} if len(found.reports) == 1 else {}
     results = dict.fromkeys(CHECKS, "ok") | {check: f"skipped: {why}" for check, why in skipped.items()}
     counts = Counter(fault.check for fault in found.faults)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from slipstream.config.schema import ConfigError
 from slipstream.model.context_parallel import gather_at_positions
-from slipstream.model.inspection import causal_lm
+from slipstream.model.inspection import causal_lm, expert_parameters
 from slipstream.model.logprobs import head_logprobs
 from slipstream.model.policy import PackedPolicy
 from slipstream.model.sampling_mask import SamplingMask
@@ -74,7 +74,8 @@ def plan_shards(model: Any, size: int) -> tuple[dict[str, str], dict[str, Placem
         placements[name] = Replicate() if along is None else Shard(along)
         if along is not None and (parameter.ndim <= along or parameter.shape[along] % size):
             shape = list(parameter.shape)  # each rank would add the bias of a row-wise layer
-            raise ConfigError(f"{TENSOR_PARALLEL} can't cut {name}, {shape}, in {size}; use fsdp")
+            uneven = f", which does not divide {shape[along]}" if parameter.ndim > along else ""
+            raise ConfigError(f"{TENSOR_PARALLEL} can't cut {name}, {shape}, in {size}{uneven}; use fsdp")
     return styles, placements
 
 
@@ -89,6 +90,8 @@ def _styles(model: Any) -> dict[str, str]:
     plan = {name: style for name, style in declared.items() if name not in taken}
     if not plan:
         raise ConfigError(f"{TENSOR_PARALLEL} needs a plan, and a {kind} brings none along; use fsdp")
+    if expert_parameters(model):
+        raise ConfigError(f"{TENSOR_PARALLEL} is for dense models, and a {kind} has experts; use fsdp")
     if unknown := [f"{name} ({style})" for name, style in plan.items() if style not in SHARD_DIMENSIONS]:
         raise ConfigError(f"{TENSOR_PARALLEL} can't cut the {unknown[0]} of a {kind}; use fsdp")
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in plan.items()}
