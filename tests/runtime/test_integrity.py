@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError
 from slipstream.runtime.integrity import MANIFEST, STATE
 from slipstream.runtime.run_directory import RunDirectory, write_state
@@ -124,3 +125,13 @@ def test_a_partial_checkpoint_is_removed_while_it_is_written(tmp_path: Path) -> 
     with contextlib.closing(RunDirectory.open(tmp_path)):
         assert not partial.exists()
     writing.join()
+
+
+def test_options_that_changed_since_the_start_are_named(directory: RunDirectory) -> None:
+    flags = ["--model.path=m", "--environment.name=addition", "--loop.steps=3"]
+    assert directory.changed_options(load_config(None, flags)) == []  # nothing has started
+    directory.write_config(load_config(None, flags))
+    assert directory.changed_options(load_config(None, flags)) == []
+    assert directory.changed_options(load_config(None, [*flags, "--loop.steps=6", "--algorithm.kl_coef=0.5"])) == [
+        "loop.steps = 6 (before: 3)", "algorithm.kl_coef = 0.5 (before: 0.0)"
+    ]  # fmt: skip

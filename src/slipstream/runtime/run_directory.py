@@ -21,12 +21,13 @@ from uuid import uuid4
 
 from slipstream.config.loading import dump
 from slipstream.config.schema import Config, ConfigError
+from slipstream.config.toml import to_toml
 from slipstream.errors import NO_SYSTEM
 from slipstream.rollout import Group
 from slipstream.runtime.addresses import RENDEZVOUS_PREFIX
 from slipstream.runtime.closing import finish_in_thread
 from slipstream.runtime.integrity import MANIFEST, STATE, Damaged, manifest, read_whole, sealed
-from slipstream.runtime.run_files import read_summary
+from slipstream.runtime.run_files import parse_options, read_options, read_summary
 from slipstream.runtime.serialization import read_lines, write_lines
 
 try:
@@ -77,6 +78,18 @@ class RunDirectory:
         directory._create_and_lock()
         directory.remove_partial()
         return directory
+
+    def changed_options(self, config: Config) -> list[str]:
+        """Options that differ from `config.toml`, as "loop.steps = 6 (before: 3)"; none without that file."""
+        before, now = read_options(self.path), parse_options(dump(config))
+        pairs = {
+            f"{section}.{name}": (before[section].get(name), value)
+            for section, options in now.items()
+            if isinstance(options, dict) and isinstance(before.get(section), dict)
+            for name, value in options.items()
+            if name != "chosen"  # written by a run
+        }
+        return [f"{name} = {to_toml(new)} (before: {to_toml(old)})" for name, (old, new) in pairs.items() if old != new]
 
     def write_config(self, config: Config) -> None:
         """Replace `config.toml`."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.config.adapter import ADAPTER_WEIGHTS, unsupported
 from slipstream.config.loading import policy_of
 from slipstream.config.schema import ConfigError
-from slipstream.model.loading import explain_damaged_files, load_causal_lm, stored_dtype
+from slipstream.model.loading import explain_damaged_files, load_causal_lm, silence_libraries, stored_dtype
 from slipstream.model.paths import INDEX, adapter_config, check_path, safetensors_files
 from slipstream.observe.run_data import load_run
 from slipstream.runtime import disk
@@ -81,6 +81,7 @@ def merge_adapter(policy: Path, to: Path, requantize: bool = False) -> None:
     those have a tensor for each adapted module; else in memory. Quantized weights are quantized again after the merge
     with `requantize`, else refused. Raises `ConfigError`.
     """
+    silence_libraries()
     adapter = adapter_config(str(policy))
     name, option = str(adapter.get("base_model_name_or_path")), f"the base of {policy}"
     check_path(name, option)
