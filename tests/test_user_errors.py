@@ -354,7 +354,7 @@ REFUSED = {  # without a worker
     TEACHER + "letters": "letters' has another vocabulary (60 tokens) than the policy (42 tokens)",
     TEACHER + "mute_letters": "mute_letters' has another vocabulary (60 tokens) than the policy",
     REWARD_MODEL + "more": "'more' is a Qwen3ForCausalLM, no classifier of sequences or tokens; give a reward model",
-    ADAPTERS + "targets='[\"nope\"]'": "lora.targets = ['nope']: Target modules {'nope'} not found",
+    ADAPTERS + "targets='[\"nope\"]'": "Linear layers are down_proj, gate_proj, k_proj, o_proj, q_proj, u",
     ADAPTERS + "targets='[\"lm_head\"]'": "lora.targets = ['lm_head'] adapts the language-model head, which can't",
     ADAPTERS + "experts=true": "lora.experts = true, but the model has no experts that can be adapted; set it to",
     RANKS + "2 --trainer.expert_parallel=2": "trainer.expert_parallel = 2, but the model has no experts; set it to 1",

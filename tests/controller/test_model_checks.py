@@ -43,12 +43,11 @@ def test_ranks_of_the_trainer_share_4_experts(tmp_path: Path, size: int, divides
         validate(tmp_path, f"--trainer.ranks={size}", f"--trainer.expert_parallel={size}")
 
 
-def test_adapters_on_experts_are_refused_with_expert_parallelism_however_they_are_chosen(tmp_path: Path) -> None:
+def test_only_one_option_adapts_experts(tmp_path: Path) -> None:
     save_model(tmp_path, family="qwen3_moe")
-    flags = ("--trainer.ranks=2", "--trainer.expert_parallel=2", "--lora.rank=4")
-    validate(tmp_path, *flags, '--lora.targets=["q_proj"]')
-    with pytest.raises(ConfigError, match=r"expert_parallel = 2 does not go with adapters on experts, which lora.targ"):
-        validate(tmp_path, *flags, '--lora.targets=["gate_proj", "up_proj"]')
+    validate(tmp_path, "--lora.rank=4", '--lora.targets=["q_proj"]')
+    with pytest.raises(ConfigError, match=r"'up_proj'\] adapts experts; set lora.experts = true for all of them, or"):
+        validate(tmp_path, "--lora.rank=4", '--lora.targets=["gate_proj", "up_proj"]')
 
 
 @pytest.mark.parametrize(("size", "remedy"), [(2, ""), (4, ""), (3, "give 1 or 2"), (8, "give 1 or 2 or 4")])

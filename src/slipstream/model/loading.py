@@ -86,7 +86,11 @@ def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[PolicyConfig]
         with warnings.catch_warnings(action="ignore"):  # of a tied head, which is refused below
             adapted = get_peft_model(loaded, adapters)
     except (ValueError, re.error) as error:
-        raise ConfigError(f"{chosen}: {first_line(error)}") from None
+        layers = (n for n, m in loaded.named_modules() if isinstance(m, nn.Linear) and m is not head)
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        raise ConfigError(f"{chosen}: {first_line(error)} Linear layers are {names}") from None
+    if not lora.experts and any(".base_layer" in name for name in expert_parameters(loaded)):
+        raise ConfigError(f"{chosen} adapts experts; set lora.experts = true for all of them, or name other modules")
     if loaded.get_output_embeddings() is not head:
         raise ConfigError(
             f"{chosen} adapts the language-model head, which can't be trained by adapters; name other modules, or "

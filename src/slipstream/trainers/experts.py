@@ -25,16 +25,8 @@ from slipstream.trainers.master_weights import master_dtype
 
 
 def expert_modules(model: nn.Module, size: int) -> list[Any]:
-    """The modules that hold experts.
-
-    Raises `ConfigError` unless `size` ranks can share out the experts of each, and for adapters on them.
-    """
+    """The modules that hold experts. Raises `ConfigError` unless `size` ranks can share out the experts of each."""
     names = dict.fromkeys(name.rpartition(".")[0] for name in expert_parameters(model))
-    if any("base_layer" in name for name in names):
-        raise ConfigError(
-            f"trainer.expert_parallel = {size} does not go with adapters on experts, which lora.targets chooses; leave "
-            "their names out there"
-        )
     if not names:
         raise ConfigError(f"trainer.expert_parallel = {size}, but the model has no experts; set it to 1")
     modules: list[Any] = [model.get_submodule(name) for name in names]
