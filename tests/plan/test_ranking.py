@@ -154,6 +154,16 @@ def test_single_copy_of_a_mixture_is_on_one_gpu() -> None:
     assert not [split for split in found if split.placement == "single_copy"]
 
 
+def test_trainers_of_a_mixture_may_split_experts_that_their_ranks_divide() -> None:
+    found = {
+        (split.ranks, split.expert_parallel)
+        for split in splits(problem("30B-A3B"), (1,))
+        if split.placement == "disaggregated" and split.parallel == "fsdp" and split.expert_parallel > 1
+    }
+    assert found == {(2, 2), (4, 4)}  # of 128 experts; an engine takes at least one of the 8 GPUs
+    assert not any(split.expert_parallel > 1 for split in splits(problem("8B"), (1,)))
+
+
 def test_colocated_trainers_have_a_rank_on_each_gpu() -> None:
     found = [split for split in splits(problem("8B", gpus=4), (1,)) if split.placement == "colocated"]
     assert {split.ranks for split in found} == {4} and {split.parallel for split in found} == {"fsdp", "ddp", "tensor"}

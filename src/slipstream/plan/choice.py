@@ -54,7 +54,8 @@ class Candidates:
     def evaluate(self, engines: int, lag: int) -> Plan:
         trainer, tp = self._config.trainer, self._config.generator.gpus_per_engine
         placement = self._config.sync.placement
-        split = Split(placement, trainer.ranks, trainer.parallel, trainer.context_parallel, engines, tp, lag)
+        parallel = trainer.parallel, trainer.context_parallel
+        split = Split(placement, trainer.ranks, *parallel, engines, tp, lag, trainer.expert_parallel)
         return evaluate(self._problem, split)
 
 

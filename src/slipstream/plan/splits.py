@@ -60,6 +60,7 @@ class Split:
     engines: int
     tp: int
     max_lag: int
+    expert_parallel: int = 1
 
     @property
     def gpus(self) -> int:
@@ -70,6 +71,7 @@ class Split:
     def __str__(self) -> str:
         kind = f" {self.parallel}" if self.ranks > 1 else ""
         kind += f" cp{self.context_parallel}" if self.context_parallel > 1 else ""
+        kind += f" ep{self.expert_parallel}" if self.expert_parallel > 1 else ""
         engines = f"{self.engines} x tp{self.tp}" if self.tp > 1 else f"{self.engines}"
         where = "" if self.placement == "disaggregated" else f", {self.placement.replace('_', ' ')}"
         return f"trainer {self.ranks}{kind}, engines {engines}{where}"
@@ -142,8 +144,10 @@ def splits(problem: Problem, lags: tuple[int, ...]) -> Iterator[Split]:
     for lag in lags:
         for tp in sizes:
             if gpus >= tp:
-                for parallel, context in parallelisms(problem, gpus) if gpus <= problem.cluster.per_node else ():
-                    yield Split("colocated", gpus, parallel, context, gpus // tp, tp, lag)
+                for parallel, context, experts in (
+                    parallelisms(problem, gpus) if gpus <= problem.cluster.per_node else ()
+                ):
+                    yield Split("colocated", gpus, parallel, context, gpus // tp, tp, lag, experts)
             alone = not problem.work.lora_rank and problem.work.every == 1 and supports_tensor(problem, tp)
             if lag and gpus == tp and alone:
                 yield Split("single_copy", tp, "tensor" if tp > 1 else "fsdp", 1, 1, tp, lag)
@@ -153,21 +157,24 @@ def splits(problem: Problem, lags: tuple[int, ...]) -> Iterator[Split]:
                 engines = (gpus - ranks) // tp
                 if ranks + engines * tp < gpus and 1 in sizes and tp > 1 and (gpus - ranks) % tp:
                     continue  # idle GPUs
-                for parallel, context in parallelisms(problem, ranks):
-                    yield Split("disaggregated", ranks, parallel, context, engines, tp, lag)
+                for parallel, context, experts in parallelisms(problem, ranks):
+                    yield Split("disaggregated", ranks, parallel, context, engines, tp, lag, experts)
 
 
-def parallelisms(problem: Problem, ranks: int) -> Iterator[tuple[str, int]]:
-    """Kinds of parallelism of the trainer, with its context parallel size."""
-    yield "fsdp", 1
+def parallelisms(problem: Problem, ranks: int) -> Iterator[tuple[str, int, int]]:
+    """Kinds of parallelism of the trainer, with its sizes of context and expert parallelism."""
+    yield "fsdp", 1, 1
     if ranks == 1:
         return
-    yield "ddp", 1
+    yield "ddp", 1, 1
+    node = min(ranks, problem.cluster.per_node)
+    if problem.shape.experts > 1 and not problem.shape.experts % node and not ranks % node:
+        yield "fsdp", 1, node
     for context in (2, 4, 8):
         if ranks % context == 0 and problem.work.longest > 8192 * context:
-            yield "fsdp", context
+            yield "fsdp", context, 1
     if supports_tensor(problem, ranks) and ranks <= problem.cluster.per_node and not problem.work.lora_rank:
-        yield "tensor", 1
+        yield "tensor", 1, 1
 
 
 def supports_tensor(problem: Problem, ranks: int) -> bool:
@@ -219,8 +226,8 @@ def choose_microbatch(problem: Problem, split: Split) -> TrainerCost:
     given = {OPTIONS[name]: getattr(trainer, name) for name in kept}
     cost = TrainerCost(
         problem.shape, problem.cluster, problem.rates, problem.work, split.ranks, split.parallel,
-        split.context_parallel, own_copy=own, compiled=trainer.compile, fp8=trainer.fp8,
-        reference=problem.reference,
+        split.context_parallel, expert_parallel=split.expert_parallel, own_copy=own, compiled=trainer.compile,
+        fp8=trainer.fp8, reference=problem.reference,
     )  # fmt: skip
     may_cast = auto and split.ranks == 1 and split.placement == "disaggregated" and not problem.work.lora_rank
     return cheapest(candidates(cost, given, may_cast, auto and split.placement == "disaggregated"), free)

@@ -28,7 +28,8 @@ def as_json(plan: Plan, price: float) -> dict[str, Any]:
     split, work = plan.split, plan.problem.work
     placement = {
         "placement": split.placement, "trainer_ranks": split.ranks, "parallel": split.parallel,
-        "context_parallel": split.context_parallel, "engines": split.engines, "tensor_parallel": split.tp,
+        "context_parallel": split.context_parallel, "expert_parallel": split.expert_parallel,
+        "engines": split.engines, "tensor_parallel": split.tp,
         "max_lag": split.max_lag, "link": plan.publish.link, "gpus": plan.problem.cluster.gpus,
     }  # fmt: skip
     memory = {role: {part: b / GIB for part, b in parts.items()} for role, parts in plan.memory.items()}
@@ -66,8 +67,9 @@ def print_plan(plans: list[Plan], price: float, console: Console) -> None:
     elif by_formula:
         console.print("~ by formula: a simulation of so many turns would take too long.")
     console.print(_memory_table(best))
-    for plan in [plan for plan in plans if plan.missing][:UNFIT]:
-        console.print(f"Does not fit: {plan.split}: {plan.missing}.")
+    unfit = dict.fromkeys(f"{plan.split}: {plan.missing}" for plan in plans if plan.missing)  # each for several lags
+    for line in [*unfit][:UNFIT]:
+        console.print(f"Does not fit: {line}.")
     console.print(f"\n{explain(fitting)}\n")
     console.print(to_config(best), markup=False, highlight=False)
 
@@ -160,7 +162,7 @@ def options(plan: Plan) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
     trainer: dict[str, Any] = {"ranks": split.ranks}
     if split.ranks > 1:
-        trainer |= {"parallel": split.parallel, "context_parallel": split.context_parallel}
+        trainer |= {name: getattr(split, name) for name in ("parallel", "context_parallel", "expert_parallel")}
     values = {option: getattr(plan.trainer, field) for option, field in OPTIONS.items()}
     values |= {name: getattr(plan.problem.trainer, name) for name in ("compile", "fp8")}
     trainer |= {name: v for name, v in values.items() if name in CHOSEN_ALWAYS or v != getattr(TrainerConfig(), name)}

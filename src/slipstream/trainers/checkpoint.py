@@ -150,9 +150,7 @@ def restore(path: Path, state: State, ranks: TrainerRanks) -> dict[str, int]:
     if not (path / METADATA).exists():
         raise InvalidInput(f"{path} holds no whole checkpoint: there is no {METADATA}, which is written last")
     written: dict[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
-    shapes = {n.removeprefix("parameters."): tuple(written[n].size) for n in written if n.startswith("parameters.")}
-    if shapes != {name: tuple(parameter.shape) for name, parameter in state["parameters"].items()}:
-        raise InvalidInput(f"{path} holds other parameters than the model; was model.path or lora changed?")
+    _validate_parameters(path, written, state["parameters"])
     _validate_moments(path, written, state["moments"])
     counts = {n.removeprefix("counts."): 0 for n in written if n.startswith("counts.")}
     has_average = any(name.startswith("average.") for name in written)
@@ -169,6 +167,18 @@ def restore(path: Path, state: State, ranks: TrainerRanks) -> dict[str, int]:
         torch.cuda.set_rng_state(target["random_cuda"])
     restored: dict[str, int] = target["counts"]
     return restored
+
+
+def _validate_parameters(path: Path, written: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+    """Raise `InvalidInput` unless the checkpoint has parameters of these names and shapes."""
+    saved = {n.removeprefix("parameters."): list(w.size) for n, w in written.items() if n.startswith("parameters.")}
+    wanted = {name: list(parameter.shape) for name, parameter in parameters.items()}
+    if differing := [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]:
+        found, wants = (shapes.get(differing[0], "missing") for shapes in (saved, wanted))
+        raise InvalidInput(
+            f"{path} holds other parameters than the model: {differing[0]} is {found} there and {wants} in the model; "
+            "was model.path or lora changed?"
+        )
 
 
 def _validate_moments(path: Path, written: Mapping[str, Any], moments: Mapping[str, Mapping[str, Tensor]]) -> None:
