@@ -267,7 +267,8 @@ def parse_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """
     for flag in join_flags(flags):
         if not flag.startswith("--"):
-            raise ConfigError(f"{flag!r} is not an option; options look like --section.option value")
+            remedy = "give one file" if flag.endswith(".toml") else "options look like --section.option value"
+            raise ConfigError(f"{flag!r} is not an option; {remedy}")
         name, equals, text = flag[2:].partition("=")
         if ("." not in name and name not in LISTS) or not all(name.split(".")):
             raise ConfigError(f"unknown option --{name}{suggest(name, option_names())}; see `slipstream config --help`")
@@ -355,8 +356,8 @@ EXPECTED = {  # by pydantic's name of an error
     "list_type": 'it must be a list, such as ["a", "b"]',
     "tuple_type": "it must be a list, such as [0.9, 0.99]",
     "dict_type": "it must be a table, such as { name = 1 }",
-    "model_type": "it must be a section of options, such as [loop]",
-    "model_attributes_type": "it must be a section of options, such as [loop]",
+    "model_type": "it must be a section of options: a line [{name}], then a line for each option",
+    "model_attributes_type": "it must be a section of options: a line [{name}], then a line for each option",
 }
 
 
@@ -375,7 +376,7 @@ def _explain(error: Any) -> str:
         if name in SECTIONS:
             name += "." + next(key for key, info in SECTIONS[name].model_fields.items() if info.is_required())
         return f"{name} is not set; add it to the file or give --{name} VALUE"
-    expected = EXPECTED.get(error["type"], error["msg"])
+    expected = EXPECTED.get(error["type"], error["msg"]).replace("{name}", name)
     expected = expected[0].lower() + expected[1:]
     shown = to_toml(error["input"]) if is_writable(error["input"]) else repr(error["input"])
     return f"{name} = {shown}: {expected.replace('input should', 'it must')}"
