@@ -61,7 +61,7 @@ def test_options_that_do_not_go_with_the_model_are_faults(
     results, faults = found(capsys)
     assert results["options"] == "1 fault"
     assert [fault["text"] for fault in faults if fault["check"] == "options"] == [
-        "trainer.context_parallel = 3 can't share out a model with 4 heads and 2 of keys and values; give 1 or 2"
+        "trainer.context_parallel = 3 can't share out a model with 4 heads and 2 of keys and values; give 1"
     ]
 
 

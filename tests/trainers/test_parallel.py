@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.trainers.parallel import connected_parts
 from tests.trainers.ranks import SIZES, WAYS, Found, agree, find, resumed, tried
 
 PLAIN = True
@@ -35,3 +36,15 @@ def test_exported_weights_equal_the_trained_weights(found: dict[int, Found]) -> 
     exported = dict(AutoModelForCausalLM.from_pretrained(folder / "fsdp 2 exported").named_parameters())
     trained = found[2]["fsdp"]["parameters"]
     assert exported.keys() == trained.keys() and all(torch.equal(exported[n], trained[n]) for n in trained)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "context", "experts"), [(6, 2, 3), (6, 3, 2), (8, 2, 4), (8, 4, 2), (8, 1, 4), (8, 2, 1)]
+)
+def test_ranks_that_exchange_tokens_agree_on_the_parts_of_equal_length(ranks: int, context: int, experts: int) -> None:
+    """Those that share a part of the batch, and those that share experts. Without experts it is the own part."""
+    found = [connected_parts(rank, context, experts) for rank in range(ranks)]
+    for rank, parts in enumerate(found):
+        assert rank // context in parts
+        assert parts == found[rank // context * context] == found[rank // experts * experts]
+        assert experts > 1 or parts == range(rank // context, rank // context + 1)

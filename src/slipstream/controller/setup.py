@@ -206,7 +206,7 @@ async def start(run: RunContext) -> None:
     why = f" ({reason})" if chosen == link else ""  # else the user has changed the link since
     run.progress.note(f'run directory {where}, sync.link = "{link}"{restarts}{why}; generators and trainer start')
     if changed := run.directory.changed_options(run.config):
-        run.progress.note(f"changed since the run began: {', '.join(changed)}")
+        run.progress.note(f"changed since the last start: {', '.join(changed)}")
     if run.config.trainer.chosen:
         run.progress.note(f"trainer.memory: {run.config.trainer.chosen}")
     checkpoint, state = await find_checkpoint(run)

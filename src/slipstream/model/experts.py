@@ -57,7 +57,8 @@ class RowOrder(NamedTuple):
 
 
 def _sort_by_expert(experts: Any, chosen: Tensor) -> RowOrder:
-    """Rows of sentinels are the last. No product reads or writes them: as indices they and their choices have 0."""
+    """Rows of sentinels are the last, and no product reads or writes them. Their entries in `order` are 0, and so are
+    those of their choices in `inverse`."""
     by_expert, order = chosen.flatten().sort(stable=True)
     inverse, is_local = inverse_permutation(order), None
     ends = torch.searchsorted(by_expert, torch.arange(experts.num_experts, device=order.device), right=True)
@@ -102,10 +103,10 @@ class WeightedGate(torch.autograd.Function):
         return *expert_kernels.weighted_gate_gradients(gate_up, weights, ends, grads[0].contiguous()), None
 
 
-def _select(rows: Tensor, index: Tensor, kept: Tensor | None) -> Tensor:
-    """`rows[index]`, with 0 for rows that are not `kept` (None: all are)."""
+def _select(rows: Tensor, index: Tensor, mask: Tensor | None) -> Tensor:
+    """`rows[index]`, with 0 where `mask` is false (None: it is true)."""
     found = rows.index_select(0, index)
-    return found if kept is None else torch.where(kept.view(-1, *[1] * (found.ndim - 1)), found, 0)
+    return found if mask is None else torch.where(mask.view(-1, *[1] * (found.ndim - 1)), found, 0)
 
 
 class DispatchRows(torch.autograd.Function):
@@ -131,17 +132,17 @@ class DispatchRows(torch.autograd.Function):
 class ReorderRows(torch.autograd.Function):
     """`rows[order]` for a permutation, whose `inverse` reorders the gradient.
 
-    The output has 0 for rows that are not `kept`, and the gradient for those that are not `trained` (None: all are).
+    The output has 0 where `mask` is false, and the gradient where `gradient_mask` is (None: they are true).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, kept: Tensor | None, trained: Tensor | None
+        ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, mask: Tensor | None, gradient_mask: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(inverse, trained)
-        return _select(rows, order, kept)
+        ctx.save_for_backward(inverse, gradient_mask)
+        return _select(rows, order, mask)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (inverse, trained), (grad,) = ctx.saved_tensors, grads
-        return _select(grad, inverse, trained), None, None, None, None
+        (inverse, gradient_mask), (grad,) = ctx.saved_tensors, grads
+        return _select(grad, inverse, gradient_mask), None, None, None, None

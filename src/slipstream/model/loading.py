@@ -68,9 +68,9 @@ def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[PolicyConfig]
     chosen = f"lora.target_pattern = {targets!r}" if lora.target_pattern else f"lora.targets = {lora.targets}"
     head = loaded.get_output_embeddings()
     experts = expert_parameters(loaded)
+    linear = [name for name, m in loaded.named_modules() if isinstance(m, nn.Linear) and m is not head]
     if targets == "all-linear" and (experts or loaded._is_stateful):
         # PEFT would count experts and routers as linear layers, and refuses layers that Mamba's kernels read.
-        linear = [name for name, m in loaded.named_modules() if isinstance(m, nn.Linear) and m is not head]
         targets = [name for name in linear if not (loaded._is_stateful and name.endswith(".out_proj"))]
     if lora.experts and not experts:
         raise ConfigError("lora.experts = true, but the model has no experts that can be adapted; set it to false")
@@ -86,9 +86,9 @@ def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[PolicyConfig]
         with warnings.catch_warnings(action="ignore"):  # of a tied head, which is refused below
             adapted = get_peft_model(loaded, adapters)
     except (ValueError, re.error) as error:
-        layers = (n for n, m in loaded.named_modules() if isinstance(m, nn.Linear) and m is not head)
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-        raise ConfigError(f"{chosen}: {first_line(error)} Linear layers are {names}") from None
+        adaptable = {name.rpartition(".")[2] for name in linear if not re.fullmatch(VISION_TOWER, name)}
+        why, names = first_line(error).removesuffix("."), ", ".join(sorted(adaptable))
+        raise ConfigError(f"{chosen}: {why}. Linear layers are {names}") from None
     if not lora.experts and any(".base_layer" in name for name in expert_parameters(loaded)):
         raise ConfigError(f"{chosen} adapts experts; set lora.experts = true for all of them, or name other modules")
     if loaded.get_output_embeddings() is not head:

@@ -60,8 +60,8 @@ def check_path(path: str, option: str = "model.path") -> None:
     elif local.exists():
         raise ConfigError(f"{option} = {path!r} is a file; give the directory that the model was saved to")
     elif not may_be_model(path):
-        own = ', and neither "start" nor "average"' if option == "algorithm.reference" else ""
-        raise ConfigError(f"{option} = {path!r}: no such directory, and not a Hub name (owner/name){own}")
+        keywords = ', and neither "start" nor "average"' if option == "algorithm.reference" else ""
+        raise ConfigError(f"{option} = {path!r}: no such directory, and not a Hub name (owner/name){keywords}")
     elif local.parent.is_dir():
         found = f"no such directory in {str(local.parent)!r}, which is here"
         raise ConfigError(f"{option} = {path!r}: {found}; make it first")

@@ -178,7 +178,8 @@ def _logits_follow(model: Any, head: nn.Linear, expected: LogitMap) -> bool:
 def validate_context(size: int, model: Any) -> None:
     """Raise `ConfigError` if `size` ranks of context parallelism can't share the heads of `model`."""
     (heads, keys, _), packs = attention_heads(model.config), _can_pack(model)
-    able = [n for n in range(1, size + 1 if packs else 2) if not heads % n and (not keys % n or not n % keys)]
+    divisors = [n for n in range(1, size + 1 if packs else 2) if not size % n]
+    able = [n for n in divisors if not heads % n and (not keys % n or not n % keys)]
     if size not in able:
         why = f"{heads} heads and {keys} of keys and values" if packs else "layers that carry a state"
         raise ConfigError(

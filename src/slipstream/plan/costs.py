@@ -19,6 +19,7 @@ QUANTIZED = 1 + FP32 / 64  # bytes of a moment of 8 bits, with its share of a bl
 TURN_S = 0.3  # of a turn of colocated engines and trainer, without copies: sleep, wake-up (colocated_turns_h200x1.json)
 TURN_RESERVE = 5 * GIB  # of the GPU that colocated engines and the trainer's kept state leave
 # Kept activations, relative to the outputs of matrix products; trainer_h200.json
+EXCHANGES = 4  # of all tokens in a layer, in both passes (expert parallelism)
 KEPT = {"none": 1.71, "selective": 1.0, "full": 0.27}
 # Seconds of forward passes and recomputation, relative to the products of one forward pass; trainer_h200.json
 RECOMPUTED = {"none": 0.88, "selective": 1.03, "full": 4 / 3}
@@ -167,14 +168,27 @@ class TrainerCost:
         return 1 if self.parallel == "ddp" else self.shard_size or self.ranks
 
     @property
-    def experts(self) -> int:
-        """Parameters of experts that `expert_parallel` splits; 0 without it."""
-        return self.shape.layers * self.shape.experts * self.shape.expert_parameters * (self.expert_parallel > 1)
+    def split_experts(self) -> int:
+        """Parameters of experts that `expert_parallel` splits, instead of FSDP."""
+        if self.expert_parallel == 1:
+            return 0
+        return self.shape.layers * self.shape.experts * self.shape.expert_parameters
 
-    def _share(self, parameters: int) -> float:
-        """How many of the trained, or of all, `parameters` one rank holds."""
-        experts = self.experts if parameters >= self.experts else 0  # adapters are not on experts
-        return (parameters - experts) / self.shards + experts / self.expert_parallel
+    @property
+    def trained_experts(self) -> int:
+        """Those of `split_experts` that are trained."""
+        return 0 if self.work.lora_rank else self.split_experts
+
+    @property
+    def own_trained(self) -> float:
+        """Trained parameters that one rank holds."""
+        return (self.trained - self.trained_experts) / self.shards + self.trained_experts / self.expert_parallel
+
+    @property
+    def own_parameters(self) -> float:
+        """Parameters that one rank holds."""
+        rest = self.shape.parameters - self.split_experts
+        return rest / self.shards + self.split_experts / self.expert_parallel
 
     def _traffic(self, packed: float) -> float:
         """Seconds in which ranks wait for each other's weights, gradients or activations."""
@@ -188,10 +202,12 @@ class TrainerCost:
         elif self.parallel == "tensor":
             size = 8 * self.shape.layers * self.shape.hidden * BF16 * packed * part
         else:  # weights for both passes, and gradients in float32
-            trained = 0 if self.work.lora_rank else self.experts
-            gathered = 2 * BF16 * (self.shape.parameters - self.experts) + FP32 * (self.trained - trained)
-            tokens = 4 * self.shape.layers * self.shape.hidden * BF16 * packed / share if self.experts else 0
-            size = passes * gathered * part + tokens * (self.expert_parallel - 1)
+            gathered = 2 * BF16 * (self.shape.parameters - self.split_experts)
+            gathered += FP32 * (self.trained - self.trained_experts)
+            tokens = EXCHANGES * self.shape.layers * self.shape.hidden * BF16 * packed / self.ranks
+            copies = self.ranks / self.expert_parallel
+            summed = 2 * FP32 * self.trained_experts / self.expert_parallel * (1 - 1 / copies)
+            size = passes * gathered * part + tokens * (self.expert_parallel - 1) + summed
         keys = packed / share * self.shape.kv_bytes * 3 if self.context_parallel > 1 else 0.0
         return (size * EXPOSED + keys) / self.link
 
@@ -205,9 +221,11 @@ class TrainerCost:
         if frozen or (copies and not gathers and (whole or self.parallel == "tensor")):
             weights = shape.weight_bytes / self.shards
         if gathers:  # two layers, and the embeddings
-            weights += 2 * (shape.weight_bytes - BF16 * self.experts) / shape.layers + 2 * BF16 * shape.embedding
-        if self.experts and (copies or frozen):  # of its experts; frozen ones are split by `expert_parallel`, not FSDP
-            weights += BF16 * self.experts * (1 / self.expert_parallel - frozen / self.shards)
+            weights += 2 * (shape.weight_bytes - BF16 * self.split_experts) / shape.layers + 2 * BF16 * shape.embedding
+        if frozen:  # experts that are counted above as shards of FSDP
+            weights += BF16 * self.split_experts * (1 / self.expert_parallel - 1 / self.shards)
+        elif copies:  # passes of experts use a copy in the compute dtype
+            weights += BF16 * self.split_experts / self.expert_parallel
         return {
             "weights": weights if self.own_copy else 0.0,
             **self._state(),
@@ -225,13 +243,13 @@ class TrainerCost:
         """
         if not self.reference or (self.work.lora_rank and self.reference != "model"):  # adapters share their base
             return 0.0
-        share = self._share(self.shape.parameters) / self.shape.parameters if self.parallel == "fsdp" else 1.0
-        average = FP32 * self._share(self.shape.parameters) if self.reference == "average" else 0.0
+        share = self.own_parameters / self.shape.parameters if self.parallel == "fsdp" else 1.0
+        average = FP32 * self.own_parameters if self.reference == "average" else 0.0
         return self.shape.weight_bytes * share + average
 
     def _state(self) -> dict[str, float]:
         """Bytes of what the optimizer reads and writes on the GPU."""
-        each = self._share(self.trained)
+        each = self.own_trained
         masters = each * (FP32 if self.master_weights == "float32" else BF16)
         moments = 0.0 if self.offload_optimizer else self.moments
         return {"masters": masters, "gradients": FP32 * each, "moments": moments}
@@ -245,7 +263,7 @@ class TrainerCost:
     @property
     def moments(self) -> float:
         """Bytes of the moments of one rank, on its GPU or in host memory."""
-        each = self._share(self.trained)
+        each = self.own_trained
         if self.optimizer == "adamw_8bit":
             return 2 * QUANTIZED * each
         if self.optimizer == "muon":  # one moment of each matrix
@@ -262,11 +280,14 @@ class TrainerCost:
         active = shape.active * self.expert_parallel
         mlp = 2 * active * shape.expert_intermediate if mixture else 2 * shape.intermediate
         kept = KEPT[self.checkpointing] * (attention + mlp)
-        if everything and mixture:  # also a token's rows for its experts, and their outputs
-            experts = active * (2 * shape.hidden + 3 * shape.expert_intermediate)
+        if everything and mixture:  # also a token's rows for its experts
+            experts = active * (shape.hidden + 3 * shape.expert_intermediate)
             kept = KEPT[self.checkpointing] * attention + experts
         if everything:  # keys and values, repeated for the heads that share them
             kept += 2 * shape.head_dim * (shape.heads - shape.kv_heads)
+        if self.checkpointing == "selective":  # what ranks exchange is not computed again
+            kept += shape.hidden * self.expert_parallel * (self.expert_parallel > 1)
+            kept += 2 * (shape.heads + shape.kv_heads) * shape.head_dim * (self.context_parallel > 1)
         kept *= ADAPTER_ACTIVATIONS if self.work.lora_rank else 1
         kept *= 1 if self.runs_compiled else EAGER_ACTIVATIONS
         split = self.ranks if self.parallel == "tensor" else 1
@@ -317,8 +338,8 @@ def colocated_turn_cost(trainer: TrainerCost, free: float, overlaps: bool) -> Pu
     shape, cluster, rank = trainer.shape, trainer.cluster, trainer.work.lora_rank
     size, state = BF16 * trainer.trained, trainer.lasting_state
     if rank:
-        state += shape.weight_bytes / trainer.shards
-    gathered = size * (1 - 1 / trainer.shards) / trainer.link
+        state += shape.weight_bytes * trainer.own_parameters / shape.parameters
+    gathered = BF16 * (trainer.trained - trainer.own_trained) / trainer.link
     given = gathered + 4 * size / (cluster.gpu.bandwidth * trainer.rates.bandwidth)
     moved = 2 * max(0.0, state + TURN_RESERVE - free) / PINNED
     hold = given if overlaps else TURN_S + moved + given

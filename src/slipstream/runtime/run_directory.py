@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import time
+import tomllib
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from slipstream.rollout import Group
 from slipstream.runtime.addresses import RENDEZVOUS_PREFIX
 from slipstream.runtime.closing import finish_in_thread
 from slipstream.runtime.integrity import MANIFEST, STATE, Damaged, manifest, read_whole, sealed
-from slipstream.runtime.run_files import parse_options, read_options, read_summary
+from slipstream.runtime.run_files import read_options, read_summary
 from slipstream.runtime.serialization import read_lines, write_lines
 
 try:
@@ -80,14 +81,17 @@ class RunDirectory:
         return directory
 
     def changed_options(self, config: Config) -> list[str]:
-        """Options that differ from `config.toml`, as "loop.steps = 6 (before: 3)"; none without that file."""
-        before, now = read_options(self.path), parse_options(dump(config))
+        """Options of sections that differ from `config.toml`, as "loop.steps = 6 (before: 3)"; none without that file.
+
+        Lists of tables, such as `[[policies]]`, are not compared.
+        """
+        before, now = read_options(self.path), tomllib.loads(dump(config))
         pairs = {
-            f"{section}.{name}": (before[section].get(name), value)
+            f"{section}.{name}": (before[section][name], value)
             for section, options in now.items()
             if isinstance(options, dict) and isinstance(before.get(section), dict)
             for name, value in options.items()
-            if name != "chosen"  # written by a run
+            if name in before[section] and name != "chosen"  # which a run writes
         }
         return [f"{name} = {to_toml(new)} (before: {to_toml(old)})" for name, (old, new) in pairs.items() if old != new]
 

@@ -11,14 +11,9 @@ from typing import Any
 def read_options(run: Path) -> dict[str, Any]:
     """The resolved configuration by section; {} if `config.toml` is missing or damaged."""
     try:
-        return parse_options((run / "config.toml").read_text(encoding="utf-8"))
+        return tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-
-
-def parse_options(text: str) -> dict[str, Any]:
-    """The options of a configuration as TOML, by section. Raises `ValueError` for other text."""
-    return tomllib.loads(text)
 
 
 def read_summary(run: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class SharedSender(Sender):
 
     @torch.no_grad()
     def _copy_to(self, index: int) -> None:
-        """Copy the weights to a buffer. A GPU casts them before: torch's blocking copies cast on the host."""
+        """Copy the weights to a buffer, without blocking, so that a GPU casts them: else the host does."""
         for name, parameter in self._parameters.items():
             self._buffers[index][name].copy_(parameter, non_blocking=True)
         if self._device.type == "cuda":

@@ -46,7 +46,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype, mast
     for experts in expert_modules(model, mesh.size()):
         experts.num_experts //= mesh.size()
         experts.first_expert = mesh.get_local_rank() * experts.num_experts
-        experts.group_name = mesh.get_group().group_name
+        experts.group = mesh.get_group()
         experts._is_expert_parallel = True  # as in transformers: `num_experts` is a sentinel index
         for name, p in [*experts.named_parameters(recurse=False)]:
             part: Tensor = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
@@ -62,13 +62,12 @@ def _exchange_tokens(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tens
 
     `tokens` is `[tokens, size]`; `chosen` experts and router `weights` are `[tokens, experts per token]`.
     """
-    choices, group = experts_per_token(chosen), experts.group_name
+    choices, group = experts_per_token(chosen), experts.group
     exact = torch.promote_types(weights.dtype, torch.float32)  # indices travel with weights, and are exact in float32
-    routes = all_gather(torch.cat([chosen.to(exact), weights.to(exact)], 1), 0, group)
-    gathered = all_gather(tokens, 0, group)
+    routes = all_gather(torch.cat([chosen.to(exact), weights.to(exact)], 1), group)
+    gathered = all_gather(tokens, group)
     local = routes[:, :choices].detach().long() - experts.first_expert
     is_local = (local >= 0) & (local < experts.num_experts)
     local = torch.where(is_local, local, experts.num_experts)
     sums = type(experts).forward(experts, gathered, local, routes[:, choices:].to(weights.dtype))
-    out: Tensor = reduce_scatter(sums, "sum", 0, group)
-    return out
+    return reduce_scatter(sums, group)

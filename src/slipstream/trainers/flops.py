@@ -65,8 +65,9 @@ class FlopsMeter:
 
     def add_pass(self, micro: MicroBatch, is_leader: bool) -> None:
         """Add the last forward and backward pass: the load of experts, and on a leader FLOPs and tokens."""
-        tokens = len(micro.input_ids) - micro.padding
-        self._routing.count_choices(self._context.own_count(len(micro.input_ids), tokens) if self._context else tokens)
+        length, tokens = len(micro.input_ids), len(micro.input_ids) - micro.padding
+        own = self._context.own_count(length, tokens) if self._context else tokens
+        self._routing.count_choices(own)
         if not is_leader:
             return
         self._tokens += tokens

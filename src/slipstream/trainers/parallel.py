@@ -9,6 +9,7 @@ expert parallelism it doesn't gather experts (`trainers.experts`).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -132,23 +133,22 @@ class TrainerRanks:
             sharded.set_force_sum_reduction_for_comms(True)
 
     def is_gathered(self, parameter: nn.Parameter) -> bool:
-        """Whether passes of a sharded policy use the whole parameter, which FSDP gathers, not this rank's part."""
+        """Whether FSDP gathers the parameter for its passes, and sums its gradient."""
         return self.is_fsdp and parameter not in self._expert_parameters
 
     @property
     def parts_of_equal_length(self) -> range:
         """The parts of a batch, this rank's included, whose micro-batches need equal numbers of tokens."""
-        each = self._experts["experts"].size() if self._experts else 1
-        first, ranks_of_part = self.rank // each * each, self.size // self.data_parallel_size
-        return range(first // ranks_of_part, (first + each - 1) // ranks_of_part + 1)
+        experts = self._experts["experts"].size() if self._experts else 1
+        return connected_parts(self.rank, self.size // self.data_parallel_size, experts)
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum gradients over the ranks that hold the same weights, except those that FSDP sums in the backward pass."""
         if self.size == 1 or (self._experts and self._experts["copies"].size() == 1):
             return
         group = self._experts.get_group("copies") if self._experts else None
-        replicated = {name: p for name, p in parameters.items() if not self.is_gathered(p)}
-        summed = [p for name, p in replicated.items() if name in self.partial_gradients or not self.is_tensor_parallel]
+        own = {name: p for name, p in parameters.items() if not self.is_gathered(p)}
+        summed = [p for name, p in own.items() if name in self.partial_gradients or not self.is_tensor_parallel]
         for parameter in summed:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)  # as gradients of other ranks
@@ -186,6 +186,13 @@ class TrainerRanks:
         largest = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.control_group)
         return largest.item()
+
+
+def connected_parts(rank: int, ranks_of_part: int, ranks_of_experts: int) -> range:
+    """The parts of a batch that have ranks which share experts or a part with `rank`, directly or through others."""
+    span = math.lcm(ranks_of_part, ranks_of_experts)
+    first = rank // span * span // ranks_of_part
+    return range(first, first + span // ranks_of_part)
 
 
 def group_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

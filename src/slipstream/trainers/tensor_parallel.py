@@ -74,7 +74,7 @@ def plan_shards(model: Any, size: int) -> tuple[dict[str, str], dict[str, Placem
         placements[name] = Replicate() if along is None else Shard(along)
         if along is not None and (parameter.ndim <= along or parameter.shape[along] % size):
             shape = list(parameter.shape)  # each rank would add the bias of a row-wise layer
-            uneven = f", which does not divide {shape[along]}" if parameter.ndim > along else ""
+            uneven = f": {shape[along]} is not divisible by {size}" if parameter.ndim > along else ""
             raise ConfigError(f"{TENSOR_PARALLEL} can't cut {name}, {shape}, in {size}{uneven}; use fsdp")
     return styles, placements
 
@@ -143,7 +143,7 @@ def _predict(
     count = len(hidden)
     own = slice(count * rank // size, count * (rank + 1) // size)
     replicated = _SumGradients.apply(hidden, group)[own]  # type: ignore[no-untyped-call]
-    whole = all_gather(weight, 0, group)
+    whole = all_gather(weight, group)
     own_mask = mask.at(range(count)[own]) if mask else None
     if bias is not None:  # replicated
         bias = _SumGradients.apply(bias, group)  # type: ignore[no-untyped-call]
