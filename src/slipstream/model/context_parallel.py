@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from slipstream.model.collectives import all_to_all
 
 
 class ContextParallelGroup:
@@ -44,7 +45,7 @@ class ContextParallelGroup:
 
     def _exchange(self, parts: Tensor) -> Tensor:
         """All-to-all: `parts[n]` goes to rank n."""
-        return all_to_all_single_autograd(parts.contiguous(), None, None, self.group)
+        return all_to_all(parts.contiguous(), self.group)
 
 
 def gather_at_positions(values: Tensor, positions: Tensor, count: int, group: Any) -> Tensor:

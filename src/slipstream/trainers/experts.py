@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from slipstream.config.schema import ConfigError
+from slipstream.model.collectives import all_gather, reduce_scatter
 from slipstream.model.experts import experts_per_token
 from slipstream.model.inspection import expert_parameters
 from slipstream.sync.sharded_weights import local_part
-from slipstream.trainers.collectives import all_gather, reduce_scatter
 from slipstream.trainers.master_weights import master_dtype
 
 

@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from slipstream.config.schema import ConfigError
+from slipstream.model.collectives import all_gather
 from slipstream.model.context_parallel import gather_at_positions
 from slipstream.model.inspection import causal_lm, expert_parameters
 from slipstream.model.logprobs import head_logprobs
 from slipstream.model.policy import PackedPolicy
 from slipstream.model.sampling_mask import SamplingMask
-from slipstream.trainers.collectives import all_gather
 
 # Styles of a plan, and the sharded dimension of a linear layer's weight.
 SHARD_DIMENSIONS: dict[str, int | None] = {"colwise": 0, "rowwise": 1, "replicated_with_grad_allreduce": None}

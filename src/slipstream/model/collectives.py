@@ -40,6 +40,15 @@ def reduce_scatter(rows: Tensor, group: Any) -> Tensor:
     return found
 
 
+def all_to_all(parts: Tensor, group: Any) -> Tensor:
+    """`parts[n]` goes to rank n of `group`; the result has a part from each rank. Its gradient is `all_to_all`."""
+    if torch.compiler.is_compiling():
+        found: Tensor = FUNCTIONAL.all_to_all_single_autograd(parts, None, None, group)
+    else:
+        found = _AllToAll.apply(parts, group)  # type: ignore[no-untyped-call]
+    return found
+
+
 def _gathered(rows: Tensor, group: Any) -> Tensor:
     everyone = rows.new_empty(len(rows) * dist.get_world_size(group), *rows.shape[1:])
     gather = BLOCKING.all_gather_single if IS_RENAMED else BLOCKING.all_gather_into_tensor
@@ -52,6 +61,12 @@ def _scattered(rows: Tensor, group: Any) -> Tensor:
     scatter = BLOCKING.reduce_scatter_single if IS_RENAMED else BLOCKING.reduce_scatter_tensor
     scatter(own, rows.contiguous(), group=group)
     return own
+
+
+def _exchanged(parts: Tensor, group: Any) -> Tensor:
+    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, parts.contiguous(), group=group)
+    return received
 
 
 class _AllGather(torch.autograd.Function):
@@ -74,3 +89,14 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _gathered(grads[0], ctx.group), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grads[0], ctx.group), None
