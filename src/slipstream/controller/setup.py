@@ -34,7 +34,7 @@ from slipstream.environments.prompts import describe, find_overlong_prompts
 from slipstream.errors import RunError
 from slipstream.model.device import pick_device
 from slipstream.model.images import reads_images
-from slipstream.model.inspection import attention_heads, causal_lm, max_model_len, model_config
+from slipstream.model.inspection import attention_heads, can_share_heads, causal_lm, max_model_len, model_config
 from slipstream.model.loading import load_causal_lm, load_model
 from slipstream.model.paths import check_paths
 from slipstream.model.policy import validate_context
@@ -165,8 +165,8 @@ def _validate_policy(config: Config, model: Any) -> None:
         expert_modules(model, trainer.expert_parallel)
     if trainer.context_parallel > 1:
         validate_context(trainer.context_parallel, model)
-    heads, keys, _ = attention_heads(model.config)
-    if heads % size or (keys % size and size % keys):
+    if not can_share_heads(model.config, size):
+        heads, keys, _ = attention_heads(model.config)
         raise ConfigError(
             f"generator.tensor_parallel_size = {size} can't share {heads} attention heads and {keys} heads of keys and "
             "values; give a divisor"

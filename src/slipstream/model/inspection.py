@@ -54,6 +54,12 @@ def attention_heads(config: Any) -> AttentionHeads:
     return AttentionHeads(queries, key_values, getattr(text, "head_dim", None) or text.hidden_size // queries)
 
 
+def can_share_heads(config: Any, ranks: int) -> bool:
+    """Whether `ranks` can split the query heads, and split or copy the key/value heads, of a Hugging Face `config`."""
+    heads, key_values, _ = attention_heads(config)
+    return not heads % ranks and not (key_values % ranks and ranks % key_values)
+
+
 class LogitMap(NamedTuple):
     """Logits of the outputs x of a model's head: scale x, or scale softcap tanh(x / softcap) if `softcap` is not 0.
 

@@ -64,24 +64,49 @@ def freeze_vision_tower(model: Any) -> None:
 
 def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[PolicyConfig] = ()) -> Any:
     """`loaded` with the adapters of `load_model`. Raises `ConfigError`."""
-    targets: Any = lora.target_pattern or lora.targets or "all-linear"
-    chosen = f"lora.target_pattern = {targets!r}" if lora.target_pattern else f"lora.targets = {lora.targets}"
-    head = loaded.get_output_embeddings()
     experts = expert_parameters(loaded)
-    linear = [name for name, m in loaded.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    if targets == "all-linear" and (experts or loaded._is_stateful):
-        # PEFT would count experts and routers as linear layers, and refuses layers that Mamba's kernels read.
-        targets = [name for name in linear if not (loaded._is_stateful and name.endswith(".out_proj"))]
     if lora.experts and not experts:
         raise ConfigError("lora.experts = true, but the model has no experts that can be adapted; set it to false")
     from peft import LoraConfig as PeftLora
-    from peft import get_peft_model
 
     adapters = PeftLora(
         r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, lora_dropout=lora.dropout, bias=lora.bias,
-        target_modules=targets, task_type="CAUSAL_LM", target_parameters=experts if lora.experts else [],
+        target_modules=_adapted_modules(loaded, lora), task_type="CAUSAL_LM",
+        target_parameters=experts if lora.experts else [],
         exclude_modules=VISION_TOWER if reads_images(loaded.config) else None,
     )  # fmt: skip
+    adapted = _insert_adapters(loaded, adapters, lora)
+    if lora.path:
+        load_adapter(adapted, lora.path)
+    if policies:
+        _name_adapters(adapted, adapters, policies)
+    return adapted
+
+
+def _adapted_modules(loaded: Any, lora: LoraConfig) -> Any:
+    """`target_modules` of PEFT: names, a pattern, or "all-linear"."""
+    targets: Any = lora.target_pattern or lora.targets or "all-linear"
+    if targets == "all-linear" and (expert_parameters(loaded) or loaded._is_stateful):
+        # PEFT would count experts and routers as linear layers, and refuses layers that Mamba's kernels read.
+        linear = _linear_layers(loaded)
+        targets = [name for name in linear if not (loaded._is_stateful and name.endswith(".out_proj"))]
+    return targets
+
+
+def _linear_layers(loaded: Any) -> list[str]:
+    """Names of the linear layers, without the head."""
+    head = loaded.get_output_embeddings()
+    return [name for name, module in loaded.named_modules() if isinstance(module, nn.Linear) and module is not head]
+
+
+def _insert_adapters(loaded: Any, adapters: Any, lora: LoraConfig) -> Any:
+    """`loaded` with PEFT's `adapters`. Raises `ConfigError` for targets that can't be adapted."""
+    from peft import get_peft_model
+
+    chosen = f"lora.targets = {lora.targets}"
+    if lora.target_pattern:
+        chosen = f"lora.target_pattern = {lora.target_pattern!r}"
+    head, linear = loaded.get_output_embeddings(), _linear_layers(loaded)
     try:
         with warnings.catch_warnings(action="ignore"):  # of a tied head, which is refused below
             adapted = get_peft_model(loaded, adapters)
@@ -99,10 +124,6 @@ def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[PolicyConfig]
     trained = (name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
     if lora.bias != "none" and all(".lora_" in name for name in trained):
         raise ConfigError(f'lora.bias = "{lora.bias}", but this model has no such biases; set it to "none"')
-    if lora.path:
-        load_adapter(adapted, lora.path)
-    if policies:
-        _name_adapters(adapted, adapters, policies)
     return adapted
 
 

@@ -17,7 +17,14 @@ from slipstream.errors import InvalidInput
 from slipstream.model import attention, experts
 from slipstream.model.context_parallel import ContextParallelGroup, gather_at_positions
 from slipstream.model.images import reads_images
-from slipstream.model.inspection import LogitMap, attention_heads, causal_lm, logit_map, text_decoder
+from slipstream.model.inspection import (
+    LogitMap,
+    attention_heads,
+    can_share_heads,
+    causal_lm,
+    logit_map,
+    text_decoder,
+)
 from slipstream.model.logprobs import head_logits, head_logprobs
 from slipstream.model.moe_routing import ExpertRouting
 from slipstream.model.packing import MicroBatch
@@ -177,10 +184,10 @@ def _logits_follow(model: Any, head: nn.Linear, expected: LogitMap) -> bool:
 
 def validate_context(size: int, model: Any) -> None:
     """Raise `ConfigError` if `size` ranks of context parallelism can't share the heads of `model`."""
-    (heads, keys, _), packs = attention_heads(model.config), _can_pack(model)
-    divisors = [n for n in range(1, size + 1 if packs else 2) if not size % n]
-    able = [n for n in divisors if not heads % n and (not keys % n or not n % keys)]
+    packs = _can_pack(model)
+    able = [n for n in range(1, size + 1 if packs else 2) if not size % n and can_share_heads(model.config, n)]
     if size not in able:
+        heads, keys, _ = attention_heads(model.config)
         why = f"{heads} heads and {keys} of keys and values" if packs else "layers that carry a state"
         raise ConfigError(
             f"trainer.context_parallel = {size} can't share out a model with {why}; give {' or '.join(map(str, able))}"

@@ -96,7 +96,7 @@ def run_config(run: Run, *flags: str) -> Config:
 def changes(scenario: Scenario, grows: bool) -> Iterator[tuple[str, Scenario]]:
     """Single changes of a run's options, each with its simulation.
 
-    `grows`: whether an engine or a rank may be added, each with a GPU of its own.
+    `grows`: whether an engine or a rank may be added. The simulation gives it a further GPU.
     """
     lag, engines, ranks = scenario.max_lag + 1, scenario.engines + 1, scenario.trainer.ranks + 1
     if scenario.placement == "disaggregated" and grows:

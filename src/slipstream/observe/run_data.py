@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from slipstream.config.schema import ConfigError
 from slipstream.observe.formatting import is_finite
 from slipstream.runtime.run_directory import lock
-from slipstream.runtime.run_files import read_options, read_summary
+from slipstream.runtime.run_files import options_by_name, read_options, read_summary
 
 if TYPE_CHECKING:
     import pandas
@@ -125,9 +125,8 @@ class Run:
     @property
     def options(self) -> Record:
         """The values of the configuration by "section.option" or "environments.N.option"."""
-        sections = [(name, part) for name, part in self.config.items() if isinstance(part, dict)]
-        sections += [(f"environments.{i}", entry) for i, entry in enumerate(self.config.get("environments", ()))]
-        return {f"{name}.{key}": value for name, part in sections for key, value in part.items()}
+        entries = {f"environments.{i}": entry for i, entry in enumerate(self.config.get("environments", ()))}
+        return options_by_name(self.config | entries)
 
     @property
     def summary(self) -> Record:

@@ -18,8 +18,8 @@ PINNED = 45e9  # bytes/s to or from pinned host memory by PCIe 5, in both direct
 QUANTIZED = 1 + FP32 / 64  # bytes of a moment of 8 bits, with its share of a block's scale
 TURN_S = 0.3  # of a turn of colocated engines and trainer, without copies: sleep, wake-up (colocated_turns_h200x1.json)
 TURN_RESERVE = 5 * GIB  # of the GPU that colocated engines and the trainer's kept state leave
-# Kept activations, relative to the outputs of matrix products; trainer_h200.json
 EXCHANGES = 4  # of all tokens in a layer, in both passes (expert parallelism)
+# Kept activations, relative to the outputs of matrix products; trainer_h200.json
 KEPT = {"none": 1.71, "selective": 1.0, "full": 0.27}
 # Seconds of forward passes and recomputation, relative to the products of one forward pass; trainer_h200.json
 RECOMPUTED = {"none": 0.88, "selective": 1.03, "full": 4 / 3}
@@ -285,9 +285,10 @@ class TrainerCost:
             kept = KEPT[self.checkpointing] * attention + experts
         if everything:  # keys and values, repeated for the heads that share them
             kept += 2 * shape.head_dim * (shape.heads - shape.kv_heads)
-        if self.checkpointing == "selective":  # what ranks exchange is not computed again
-            kept += shape.hidden * self.expert_parallel * (self.expert_parallel > 1)
-            kept += 2 * (shape.heads + shape.kv_heads) * shape.head_dim * (self.context_parallel > 1)
+        if self.checkpointing == "selective" and self.expert_parallel > 1:  # tokens that the rank gathers
+            kept += shape.hidden * self.expert_parallel
+        if self.checkpointing == "selective" and self.context_parallel > 1:  # exchanged queries, keys, values, outputs
+            kept += 2 * (shape.heads + shape.kv_heads) * shape.head_dim
         kept *= ADAPTER_ACTIVATIONS if self.work.lora_rank else 1
         kept *= 1 if self.runs_compiled else EAGER_ACTIVATIONS
         split = self.ranks if self.parallel == "tensor" else 1

@@ -28,7 +28,7 @@ from slipstream.rollout import Group
 from slipstream.runtime.addresses import RENDEZVOUS_PREFIX
 from slipstream.runtime.closing import finish_in_thread
 from slipstream.runtime.integrity import MANIFEST, STATE, Damaged, manifest, read_whole, sealed
-from slipstream.runtime.run_files import read_options, read_summary
+from slipstream.runtime.run_files import options_by_name, read_options, read_summary
 from slipstream.runtime.serialization import read_lines, write_lines
 
 try:
@@ -85,15 +85,12 @@ class RunDirectory:
 
         Lists of tables, such as `[[policies]]`, are not compared.
         """
-        before, now = read_options(self.path), tomllib.loads(dump(config))
-        pairs = {
-            f"{section}.{name}": (before[section][name], value)
-            for section, options in now.items()
-            if isinstance(options, dict) and isinstance(before.get(section), dict)
-            for name, value in options.items()
-            if name in before[section] and name != "chosen"  # which a run writes
-        }
-        return [f"{name} = {to_toml(new)} (before: {to_toml(old)})" for name, (old, new) in pairs.items() if old != new]
+        before = options_by_name(read_options(self.path))
+        return [
+            f"{name} = {to_toml(value)} (before: {to_toml(before[name])})"
+            for name, value in options_by_name(tomllib.loads(dump(config))).items()
+            if value != before.get(name, value) and not name.endswith(".chosen")  # which a run writes
+        ]
 
     def write_config(self, config: Config) -> None:
         """Replace `config.toml`."""

@@ -16,6 +16,12 @@ def read_options(run: Path) -> dict[str, Any]:
         return {}
 
 
+def options_by_name(sections: dict[str, Any]) -> dict[str, Any]:
+    """The values of all options, by "section.option". Values that are no tables are left out."""
+    tables = [(name, part) for name, part in sections.items() if isinstance(part, dict)]
+    return {f"{name}.{option}": value for name, part in tables for option, value in part.items()}
+
+
 def read_summary(run: Path) -> dict[str, Any]:
     """`summary.json`; {} before the end of the run, and if the file is damaged."""
     try:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from slipstream.model.collectives import gather_rows
+
 DONE = -1  # broadcast instead of a parameter's index: no more gathers
 
 
@@ -82,10 +84,10 @@ def gather_into(outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     if whole:
         torch._foreach_copy_([out for out, _ in whole], [t for _, t in whole])
     for (mesh, _), pairs in rows.items():
-        _gather_rows(mesh.get_group(), mesh.size(), pairs)
+        _gather_shards(mesh.get_group(), mesh.size(), pairs)
 
 
-def _gather_rows(group: Any, ranks: int, pairs: Sequence[tuple[Tensor, DTensor]]) -> None:
+def _gather_shards(group: Any, ranks: int, pairs: Sequence[tuple[Tensor, DTensor]]) -> None:
     """As `gather_into`, for shards of rows and outputs of one dtype.
 
     All ranks have the same number of rows, except that the last ones may have fewer.
@@ -96,11 +98,8 @@ def _gather_rows(group: Any, ranks: int, pairs: Sequence[tuple[Tensor, DTensor]]
     shards = [local_part(tensor).flatten() for _, tensor in pairs]
     parts = [part[: len(shard)] for part, shard in zip(torch.split(mine, sizes), shards, strict=True)]
     torch._foreach_copy_(parts, shards)
-    everyone = mine.new_empty(ranks * len(mine))
-    gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name until torch 2.12
-    gather(everyone, mine, group)
     targets, sources = [], []
-    for rank, its in enumerate(torch.split(everyone, len(mine))):
+    for rank, its in enumerate(torch.split(gather_rows(mine, group), len(mine))):
         for (output, _), count, part in zip(pairs, rows, torch.split(its, sizes), strict=True):
             targets.append(target := output[rank * count : (rank + 1) * count])
             sources.append(part[: target.numel()].view_as(target))

@@ -69,7 +69,9 @@ def _whole(path: Path) -> Iterator[Path]:
             yield partial
             partial.rename(path)
     except OSError as error:
-        raise ConfigError(f"--to {path} can't be written: {error.strerror}; choose another directory") from None
+        raise ConfigError(
+            f"--to {path} can't be written: {error.strerror or error}; choose another directory"
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

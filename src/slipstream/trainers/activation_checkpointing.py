@@ -11,9 +11,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from slipstream.model.inspection import decoder_layers
 
-# Operations whose outputs are saved, by prefix; attention's operation depends on the torch release. Of collectives both
-# are saved, the output and what `wait_tensor` makes of it: a repeated collective whose end nothing awaits would write
-# into memory that is free by then.
+# Operations whose outputs are saved, by prefix; attention's operation depends on the torch release. The last prefix is
+# that of collectives in compiled code: the collective and the `wait_tensor` of its output are saved together, since
+# nothing would await a repeated collective. Eager code repeats its blocking collectives.
 SAVED_OPERATIONS = (
     "aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm", "aten._grouped_mm", "aten._scaled_dot_product",
     "aten._flash_attention", "torch_attn.", "_c10d_functional.",
@@ -33,8 +33,8 @@ ANY_SIZE: dict[str, Any] = {"shape_padding": False, "triton.mix_order_reduction_
 def prepare_layers(model: Any, recompute: str, compiled: bool) -> None:
     """Checkpoint the activations of each decoder layer, and compile the layer if `compiled`.
 
-    `recompute` says what the backward pass computes again: "none", "selective" (all but matrix products
-    and what ranks exchange) or "full".
+    `recompute` says what the backward pass computes again: "none", "selective" (all but matrix products and, in
+    compiled layers, what ranks exchange) or "full".
     """
     for layer in decoder_layers(model):
         if recompute != "none":
@@ -57,7 +57,7 @@ def _compile(layer: Any) -> None:
     # Else `dynamic` makes each number of a layer, such as the epsilon of a norm, a tensor on the CPU: the program gets
     # operations there, and the compiler tries the host's vector instructions for 40 s.
     compiler.specialize_float = True
-    # Not `__call__`: FSDP's hooks differ between layers, and each layer would be compiled by itself.
+    # `forward` instead of `__call__`: FSDP's hooks differ between layers, so each `__call__` would need a program.
     layer.forward = torch.compile(layer.forward, dynamic=True, options=ANY_SIZE)
 
 

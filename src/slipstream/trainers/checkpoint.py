@@ -173,10 +173,10 @@ def _validate_parameters(path: Path, written: Mapping[str, Any], parameters: Map
     """Raise `InvalidInput` unless the checkpoint has parameters of these names and shapes."""
     saved = {n.removeprefix("parameters."): list(w.size) for n, w in written.items() if n.startswith("parameters.")}
     wanted = {name: list(parameter.shape) for name, parameter in parameters.items()}
-    if differing := [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]:
-        found, wants = (shapes.get(differing[0], "missing") for shapes in (saved, wanted))
+    if difference := _first_difference(saved, wanted):
+        name, found, wants = difference
         raise InvalidInput(
-            f"{path} holds other parameters than the model: {differing[0]} is {found} there and {wants} in the model; "
+            f"{path} holds other parameters than the model: {name} is {found} there and {wants} in the model; "
             "was model.path or lora changed?"
         )
 
@@ -185,10 +185,18 @@ def _validate_moments(path: Path, written: Mapping[str, Any], moments: Mapping[s
     """Raise `InvalidInput` unless the optimizer that wrote the checkpoint had moments of these names and formats."""
     saved = {name: found.properties.dtype for name, found in written.items() if name.startswith("moments.")}
     wanted = {f"moments.{name}.{kind}": value.dtype for name, each in moments.items() for kind, value in each.items()}
-    if saved != wanted:
-        name = min(name for name, _ in saved.items() ^ wanted.items())
-        found, wants = (formats.get(name, "nothing") for formats in (saved, wanted))
+    if difference := _first_difference(saved, wanted):
+        name, found, wants = difference
         raise InvalidInput(f"{path} is of another optimizer: {name} is {found}, not {wants}; {ANOTHER}")
+
+
+def _first_difference(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first name whose values differ, and both values: "missing" where a side lacks it. None for equal mappings."""
+    for name in sorted(saved.keys() | wanted.keys()):
+        found, wants = saved.get(name, "missing"), wanted.get(name, "missing")
+        if found != wants:
+            return name, found, wants
+    return None
 
 
 def export(path: Path, model: Any, parameters: Mapping[str, nn.Parameter], ranks: TrainerRanks) -> None:

@@ -143,7 +143,7 @@ class TrainerRanks:
         return connected_parts(self.rank, self.size // self.data_parallel_size, experts)
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum gradients over the ranks that hold the same weights, except those that FSDP sums in the backward pass."""
+        """Sum gradients over the ranks that hold the same weights. FSDP sums its gradients in the backward pass."""
         if self.size == 1 or (self._experts and self._experts["copies"].size() == 1):
             return
         group = self._experts.get_group("copies") if self._experts else None
