@@ -118,8 +118,9 @@ def setting(record: dict[str, Any]) -> tuple[Problem, Split]:
         number("generator.replicas"), number("generator.tensor_parallel_size"), number("loop.max_lag"),
     )  # fmt: skip
     slots = number("generator.max_num_seqs")
-    problem = Problem(work_shape(record["shape"]), Cluster(gpu, split.gpus), work, Rates(), slots=slots)
-    return problem, split
+    fp8 = "fp8" in given.get("generator.engine_args.quantization", "")
+    shape = work_shape(record["shape"])
+    return Problem(shape, Cluster(gpu, split.gpus), work, Rates(), slots=slots, fp8_engines=fp8), split
 
 
 def predict(problem: Problem, split: Split, record: dict[str, Any]) -> Figures:
