@@ -117,6 +117,9 @@ class GeneratorConfig(Section):
     replicas: int = option(
         1, 'Generators, each in its own process. "auto": as `slipstream plan` says, for trainer.ranks.', ge=1
     )
+    engines_per_gpu: int = option(
+        1, "Engines on each GPU, or on the GPUs of one engine; replicas is a multiple of it (GPUs).", ge=1
+    )
     servers: list[str] = option([], "URLs of running vLLM servers to attach to, instead of starting engines (vllm).")
     tensor_parallel_size: int = option(1, "GPUs over which the weights of one engine are sharded (vllm).", ge=1)
     gpu_memory_utilization: float = option(
@@ -151,6 +154,11 @@ class GeneratorConfig(Section):
     def gpus_per_engine(self) -> int:
         """GPUs of one engine, each with a worker of vLLM that is a rank of the weight link."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all engines that the run starts."""
+        return -(-self.engines // self.engines_per_gpu) * self.gpus_per_engine
 
     @property
     def engine_size(self) -> str:

@@ -131,7 +131,8 @@ class Cluster:
     def validate_engine_count(self, engines: int) -> None:
         """Raise `ConfigError` for a number of engines that the run can't have."""
         generator, pool = self._config.generator, self.generator
-        if not (pool.supervised and pool.begin) or self._colocation or self._placement.shared:
+        shared = self._placement.shared or (self._placement.engines_share and generator.engines_per_gpu == 1)
+        if not (pool.supervised and pool.begin) or self._colocation or shared:
             raise ConfigError(
                 "the number of engines can be changed in a run that has begun, for engines that it has started itself, "
                 "on CPUs or on GPUs that no other worker uses"
@@ -184,7 +185,8 @@ async def start_generators(
             if gpus_free:
                 await process.launch(PRELOADS.get(kind, kind))  # so that it imports vLLM meanwhile
                 await gpus_free()
-            await process.start(EngineWorker, kind, config, log, placement.sharers(gpus))
+            sharers = max(config.generator.engines_per_gpu, placement.sharers(gpus))
+            await process.start(EngineWorker, kind, config, log, sharers)
 
         return process, start
 

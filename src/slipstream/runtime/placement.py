@@ -37,8 +37,13 @@ class Placement:
 
     @property
     def shared(self) -> bool:
-        """Whether a generator uses the same GPU as the trainer or another generator."""
-        taken = [gpu for gpus in (*self.generators, self.trainer) for gpu in gpus]
+        """Whether a generator uses a GPU of the trainer."""
+        return any(gpu in self.trainer for gpus in self.generators for gpu in gpus)
+
+    @property
+    def engines_share(self) -> bool:
+        """Whether two generators use the same GPU."""
+        taken = [gpu for gpus in self.generators for gpu in gpus]
         return len(set(taken)) < len(taken)
 
     def sharers(self, gpus: Iterable[int]) -> int:
@@ -47,15 +52,16 @@ class Placement:
 
 
 def gpus_of_engine(placement: Placement, number: int, gpus: int) -> tuple[int, ...]:
-    """GPUs of an engine: those of the placement, else the next free ones of `gpus`. Raises `ConfigError` if too few."""
+    """GPUs of an engine: those of the placement, else the next free ones of `gpus`, for as many engines as share those
+    of the first one. Raises `ConfigError` if too few."""
     planned = placement.generators
     if number < len(planned):
         return planned[number]
     used = {gpu for taken in (*planned, placement.trainer) for gpu in taken}
-    free, each = [gpu for gpu in range(gpus) if gpu not in used], len(planned[0])
-    start = (number - len(planned)) * each
+    free, each, sharing = [gpu for gpu in range(gpus) if gpu not in used], len(planned[0]), planned.count(planned[0])
+    start = (number - len(planned)) // sharing * each
     if start + each > len(free):
-        most = len(planned) + len(free) // each
+        most = len(planned) + len(free) // max(1, each) * sharing
         raise ConfigError(f"there are GPUs for {most} engines of {each}, not for {number + 1}")
     return tuple(free[start : start + each])
 
@@ -110,9 +116,9 @@ def choose_link(config: Config, gpus: int, hosts: int, network: Network) -> tupl
         return ("nccl", "servers and trainer have GPUs") if gpus > 1 else ("shared", "one GPU")
     if not placement.shared:
         return "nccl", "engines and trainer have their own GPUs"
-    if placement.generators == (placement.trainer,) and _fits_single_copy(config):
+    if placement.generators == (placement.trainer,) * generator.engines_per_gpu and _fits_single_copy(config):
         return "single_copy", "engine and trainer are on the same GPUs"
-    return "shared", "engines share a GPU"
+    return "shared", "engines and trainer share a GPU"
 
 
 def _choose_between_hosts(network: Network) -> tuple[str, str]:
@@ -144,16 +150,17 @@ def _serves_as_trained(config: Config) -> bool:
 def place(config: Config, gpus: int) -> Placement:
     """Assign GPUs, `gpus` in all, to generators and trainer ranks.
 
-    Generators take the first GPUs, `generator.gpus_per_engine` each, and trainer ranks the next ones, or in a
-    colocated run the same ones. With one GPU all processes share it. With vLLM servers only, the trainer takes the
-    first GPU. `generator.device` and `trainer.device` override the first GPU of all generators and of all ranks.
+    Generators take the first GPUs, `generator.gpus_per_engine` for each `generator.engines_per_gpu` of them, and
+    trainer ranks the next ones, or in a colocated run the same ones. With one GPU all processes share it. With vLLM
+    servers only, the trainer takes the first GPU. `generator.device` and `trainer.device` override the first GPU of all
+    generators and of all ranks.
 
     Raises `ConfigError` if there are too few GPUs, or if a device or link doesn't suit the assignment.
     """
     generator, colocated = config.generator, config.sync.placement == "colocated"
     ranks, count = config.trainer.ranks, generator.engines
     asked = f"generator.replicas = {count} with {generator.engine_size}"
-    wanted = count * generator.gpus_per_engine
+    wanted = generator.gpus
     _validate_gpus(config, gpus, asked)
     if config.sync.link == "single_copy":
         return _place_single_copy(config, gpus)
@@ -179,7 +186,8 @@ def place(config: Config, gpus: int) -> Placement:
 def _place_generators(config: Config, gpus: int) -> tuple[tuple[int, ...], ...]:
     """GPUs of each generator. Raises `ConfigError` if colocated generators would share a GPU."""
     generator, each = config.generator, config.generator.gpus_per_engine
-    spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(generator.engines)]
+    places = [i // generator.engines_per_gpu for i in range(generator.engines)]
+    spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in places]
     generators = tuple(_gpus_of_device(generator.engine_size, generator.device, found, gpus, each) for found in spread)
     assigned = [gpu for found in generators for gpu in found]
     if config.sync.placement == "colocated" and len(set(assigned)) < len(assigned):
@@ -193,7 +201,7 @@ def _place_generators(config: Config, gpus: int) -> tuple[tuple[int, ...], ...]:
 def _validate_gpus(config: Config, gpus: int, asked: str) -> None:
     """Raise `ConfigError` if one role alone needs more GPUs than there are; `asked` names the generators' options."""
     generator, ranks = config.generator, config.trainer.ranks
-    wanted = generator.engines * generator.gpus_per_engine
+    wanted = generator.gpus
     if gpus and config.sync.placement == "colocated" and wanted > gpus:
         raise ConfigError(f"{asked} need {wanted} GPUs, but there are {gpus}; lower one of them")
     if 0 < gpus < ranks and config.trainer.device != "cpu":
@@ -211,13 +219,15 @@ def _validate_link(link: str, placement: Placement, gpus: int) -> None:
             f'sync.link = "{link}" can\'t connect a GPU with itself, and generators and trainer share one here; use '
             '"single_copy" or "shared"'
         )
+    if placement.engines_share and link == "nccl_direct":
+        raise ConfigError('sync.link = "nccl_direct" can\'t serve several engines on a GPU; use "nccl"')
 
 
 def _place_single_copy(config: Config, gpus: int) -> Placement:
     """Engines and trainer ranks, in processes of their own, on the same GPUs.
 
-    An engine with tensor parallelism uses all of them; otherwise each has an engine. Raises `ConfigError` for too few
-    GPUs, or if options of both name different devices.
+    An engine with tensor parallelism uses all of them; otherwise each has `generator.engines_per_gpu` engines. Raises
+    `ConfigError` for too few GPUs, or if options of both name different devices.
     """
     devices, ranks = (config.generator.device, config.trainer.device), config.trainer.ranks
     named = [device for device in devices if device != "auto"] or ["auto"]
@@ -232,7 +242,7 @@ def _place_single_copy(config: Config, gpus: int) -> Placement:
         )
     if config.generator.tensor_parallel_size > 1:
         return Placement((both,), both)
-    return Placement(tuple((gpu,) for gpu in both), both)
+    return Placement(tuple((gpu,) for gpu in both for _ in range(config.generator.engines_per_gpu)), both)
 
 
 def gpus_here() -> int:

@@ -3,7 +3,7 @@
 The engine exports its tensors by CUDA IPC, and the trainer's model uses them as parameters: forward and backward passes
 read the served weights. The optimizer keeps master weights. To publish, the engine casts the masters into its tensors
 between two forward passes; there is no other copy and no staging. With tensor parallelism, each trainer rank has the
-shard of the engine rank on its GPU.
+shard of the engine rank on its GPU. Further engines on a GPU (`generator.engines_per_gpu`) have weights of their own.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class SingleCopySender(Sender):
     on_every_rank = one_trainer = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
-        self._parameters = parameters
+        self._parameters, self._receivers = parameters, receivers
 
     def connection_info(self) -> ConnectionInfo:
-        return {"shapes": shapes_of(self._parameters), "masters": export_ipc_handles(self._parameters)}
+        masters = export_ipc_handles(self._parameters)
+        return {"shapes": shapes_of(self._parameters), "masters": masters, "receivers": self._receivers}
 
     def stage(self, version: int) -> PublishHandle:
         torch.cuda.synchronize()  # the engine's stream does not wait for this process
@@ -46,7 +47,9 @@ class SingleCopyReceiver(Receiver):
     rebindable = False
 
     def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None:
-        masters = import_ipc_handles(connection_info["parts"][rank - 1]["masters"], device)
+        parts, receivers = connection_info["parts"], connection_info["receivers"]
+        part = parts[trainer_rank(rank - 1, len(parts), receivers)]
+        masters = import_ipc_handles(part["masters"], device)
         self._masters = {name: _LocalShard(tensor) for name, tensor in masters.items()}
 
     def prepare(self, handle: PublishHandle) -> dict[str, _LocalShard]:
@@ -54,6 +57,16 @@ class SingleCopyReceiver(Receiver):
 
     def close(self) -> None:
         self._masters.clear()
+
+
+def trainer_rank(receiver: int, ranks: int, receivers: int) -> int:
+    """The trainer rank on the GPU of a receiver (0-based): consecutive ones share a GPU."""
+    return receiver * ranks // receivers
+
+
+def first_receiver(rank: int, ranks: int, receivers: int) -> int:
+    """The first receiver (0-based) on the GPU of a trainer rank, which computes on its weights."""
+    return rank * receivers // ranks
 
 
 class _LocalShard:
