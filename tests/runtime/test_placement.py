@@ -10,7 +10,7 @@ import transformers
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config, ConfigError
 from slipstream.runtime import placement
-from slipstream.runtime.placement import Network, gpus_of_engine, place, resolve_auto, threads, visible
+from slipstream.runtime.placement import Network, gpus_of_engine, idle_options, place, resolve_auto, threads, visible
 
 SINGLE_COPY = ["--sync.link=single_copy", "--model.dtype=bfloat16"]
 STAGES = ["--generator.engine_args.pipeline_parallel_size=2"]
@@ -120,6 +120,12 @@ def test_added_engines_share_the_next_gpus_as_the_first_ones_do() -> None:
         gpus_of_engine(pairs, 6, 4)
     alone = place(config_of("--generator.replicas=2"), 5)
     assert [gpus_of_engine(alone, number, 5) for number in range(4)] == [(0,), (1,), (3,), (4,)]
+
+
+def test_options_that_need_a_gpu_are_named_without_one() -> None:
+    config = config_of(*IN_PAIRS, "--generator.replicas=2", "--trainer.offload_optimizer=true")
+    assert idle_options(config, 0) == ["generator.engines_per_gpu", "trainer.offload_optimizer"]
+    assert not idle_options(config, 2) and not idle_options(config_of(), 0)
 
 
 OWN_GPUS = ["--generator.device=cuda:0", "--trainer.device=cuda:1"]

@@ -114,7 +114,7 @@ def _conflicts(chosen: Condition, text: str, *others: Conflict) -> list[Check]:
 def _idle_options(config: Config) -> Iterator[str]:
     """One line for all changed options that have no effect because a condition of `IDLE` does not hold."""
     for works, needed, *options in IDLE:
-        changed = [] if works(config) else [option for option in options if _changed(config, option)]
+        changed = [] if works(config) else [option for option in options if is_changed(config, option)]
         if changed:
             listed = ", ".join(_shown(config, "", option) for option in changed)
             one = len(changed) == 1 and f"{changed[0].partition('.')[2]} at {to_toml(_default(changed[0]))}"
@@ -122,7 +122,8 @@ def _idle_options(config: Config) -> Iterator[str]:
             yield f"{listed} {does} nothing without {needed}; set that, or {remedy}"
 
 
-def _changed(config: Config, option: str) -> bool:
+def is_changed(config: Config, option: str) -> bool:
+    """Whether an option, such as "loop.steps", differs from its default."""
     return bool(attrgetter(option)(config) != _default(option))
 
 
@@ -318,10 +319,10 @@ CHECKS: tuple[Check, ...] = (
         (lambda c: len({urlsplit(url).netloc for url in c.generator.servers}) < len(c.generator.servers),
          "servers = {=generator.servers}",
          "name each once"),
-        *((lambda c, n=n: _changed(c, n), n, "give it to `vllm serve` instead")
+        *((lambda c, n=n: is_changed(c, n), n, "give it to `vllm serve` instead")
           for n in ("generator.tensor_parallel_size", "generator.gpu_memory_utilization", "generator.engine_args",
                     "generator.engines_per_gpu", "generator.max_num_seqs", "generator.device", "generator.threads")),
-        (lambda c: _changed(c, "generator.max_restarts"), "generator.max_restarts: the run does not start them",
+        (lambda c: is_changed(c, "generator.max_restarts"), "generator.max_restarts: the run does not start them",
          "leave it out"),
         (lambda c: c.sync.link in ("nccl_direct", "single_copy"),
          "{sync.link}, which takes engines that the run starts",

@@ -49,7 +49,7 @@ from slipstream.plan.hardware import GPUS, Gpu, kind_of
 from slipstream.plan.memory import choose_memory
 from slipstream.runtime.closing import run_bounded
 from slipstream.runtime.memory import freeze_heap
-from slipstream.runtime.placement import resolve_auto
+from slipstream.runtime.placement import idle_options, resolve_auto
 from slipstream.runtime.run_directory import read_ready
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import WorkerDied, WorkerError, describe_death
@@ -207,6 +207,8 @@ async def start(run: RunContext) -> None:
     run.progress.note(f'run directory {where}, sync.link = "{link}"{restarts}{why}; generators and trainer start')
     if changed := run.directory.changed_options(run.config):
         run.progress.note(f"changed since the last start: {', '.join(changed)}")
+    if idle := idle_options(run.config, current_runtime().gpus):
+        run.progress.note(f"no effect without a GPU: {', '.join(idle)}")
     if run.config.trainer.chosen:
         run.progress.note(f"trainer.memory: {run.config.trainer.chosen}")
     checkpoint, state = await find_checkpoint(run)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from slipstream.config.checks import is_changed
 from slipstream.config.loading import with_absolute_paths, with_options
 from slipstream.config.schema import Config, ConfigError
 from slipstream.model.device import dtype_name
@@ -18,6 +19,9 @@ from slipstream.model.inspection import model_type
 RESTARTED = ("bloom", "falcon_h1", "gpt2", "gpt_neox")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 FAST_NETWORK = 1.25e9  # bytes/s, 10 Gbit/s: above, all weights by `nccl` arrive about as soon as changes by `delta`
+
+
+GPU_OPTIONS = ("generator.engines_per_gpu", "trainer.offload_optimizer")  # have no effect without a GPU
 
 
 @dataclass(frozen=True)
@@ -243,6 +247,11 @@ def _place_single_copy(config: Config, gpus: int) -> Placement:
     if config.generator.tensor_parallel_size > 1:
         return Placement((both,), both)
     return Placement(tuple((gpu,) for gpu in both for _ in range(config.generator.engines_per_gpu)), both)
+
+
+def idle_options(config: Config, gpus: int) -> list[str]:
+    """Changed options that do nothing on this number of GPUs."""
+    return [name for name in GPU_OPTIONS if is_changed(config, name)] if not gpus else []
 
 
 def gpus_here() -> int:
