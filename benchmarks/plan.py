@@ -77,6 +77,7 @@ def sampling_seconds(shape: Shape, cluster: Cluster, rates: Rates, length: int) 
 
 
 ROUNDS = 3  # of a fit
+BISECTIONS = 16
 WHOLE_RUNS = ("end_to_end_*.json", "colocated_*.json")
 
 
@@ -175,40 +176,52 @@ def compare(figures: Figures, measured: dict[str, float]) -> dict[str, Any]:
 
 
 def public_runs() -> list[dict[str, Any]]:
-    """Seconds of the runs of marin#8936 and marin#8955, with the sides' times calibrated on the first of each series.
+    """Seconds of the runs of marin#8936 and marin#8955, and of a version in verl's ablation of staleness (7 B, 128 H20,
+    four batches a version). The decode rate is calibrated on the first of each series.
 
-    A synchronous step is generation plus training plus the copy of weights. Which share each has was published only for
-    the copies of #8955; trainer and engines are assumed to take the rest in equal parts, since nothing else is known.
+    Of marin's runs only the copies of #8955 were published: trainer and engines are assumed to take the rest in equal
+    parts. verl published the seconds of training, 4 s for the rest, and fractions of a version as bounds: 0.5 is taken
+    as a lag of 1 here.
     """
     series = (
-        ("marin#8936, sync and async", 25, 0.0, ((0, 1653.0), (1, 1182.0))),
-        ("marin#8955, max_lag 0 to 4", 100, 2100.0, ((0, 8524.0), (1, 5583.0), (2, 5093.0), (3, 4913.0), (4, 4301.0))),
-    )
+        ("marin#8936, sync and async", 25, 1, None, 0.0, ((0, 1653.0), (1, 1182.0))),
+        ("marin#8955, max_lag 0 to 4", 100, 1, None, 2100.0,
+         ((0, 8524.0), (1, 5583.0), (2, 5093.0), (3, 4913.0), (4, 4301.0))),
+        ("verl, staleness 0 and 0.5", 1, 4, 98.77, 4.1, ((0, 231.34), (1, 150.63))),
+    )  # fmt: skip
     found = []
-    for name, updates, copies, runs in series:
-        side = (runs[0][1] - copies) / updates / 2
+    for name, versions, batches, trained, copies, runs in series:
+        seconds, copy = runs[0][1] / versions, copies / versions
+        train = (trained or (runs[0][1] - copies) / 2) / versions
+        decode = decode_of(seconds, train, copy, batches)
         rows = []
-        for lag, seconds in runs:
-            predicted = updates * overlapped(side, copies / updates, lag)
-            rows.append({"max_lag": lag, "published_s": seconds, "predicted_s": predicted})
+        for lag, published in runs:
+            predicted = versions * version_seconds(decode, train, copy, batches, lag)
+            rows.append({"max_lag": lag, "published_s": published, "predicted_s": predicted})
         for row in rows:
             row["ratio_error"] = (row["predicted_s"] / rows[0]["predicted_s"]) / (row["published_s"] / runs[0][1]) - 1
         found.append({"series": name, "runs": rows})
     return found
 
 
-def overlapped(side: float, copy: float, lag: int) -> float:
-    """Seconds of a step whose engines and trainer take `side` seconds each, with log-normal lengths."""
-    work = Workload(Lengths(100), Lengths(500, 0.5, 4000), 32, 8, 60)
+def decode_of(seconds: float, train: float, copy: float, batches: int) -> float:
+    """Seconds of a decode step with which a synchronous version takes `seconds`, by bisection."""
+    low, high = 1e-4, 10.0
+    for _ in range(BISECTIONS):
+        middle = math.sqrt(low * high)
+        too_long = version_seconds(middle, train, copy, batches, 0) > seconds
+        low, high = (low, middle) if too_long else (middle, high)
+    return low
+
+
+def version_seconds(decode: float, train: float, copy: float, batches: int, lag: int) -> float:
+    """Seconds of a version of `batches` steps that train for `train` seconds in all, with log-normal lengths."""
+    work = Workload(Lengths(100), Lengths(500, 0.5, 4000), 32, 8, 60, batches)
     shape, cluster = find_shape("8B"), Cluster(find_gpu("h100"), 8)
-
-    def scenario(decode: float, lag: int) -> Scenario:
-        rates = Rates(decode_fixed_s=decode, train_fixed_s=side)
-        parts = EngineCost(shape, cluster, rates, 1), TrainerCost(shape, cluster, rates, work)
-        return Scenario(work, *parts, PublishCost("nccl", copy, copy, 0.0, 0.0), 4, 64, 1e9, lag)
-
-    synchronous = simulated_figures(scenario(0.01, 0)).step_s - side - copy
-    return simulated_figures(scenario(0.01 * side / synchronous, lag)).step_s
+    rates = Rates(decode_fixed_s=decode, train_fixed_s=train / batches)
+    parts = EngineCost(shape, cluster, rates, 1), TrainerCost(shape, cluster, rates, work)
+    scenario = Scenario(work, *parts, PublishCost("nccl", copy, copy, 0.0, 0.0), 4, 64, 1e9, lag)
+    return batches * simulated_figures(scenario).step_s
 
 
 def speed() -> dict[str, Any]:
