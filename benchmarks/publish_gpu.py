@@ -146,6 +146,8 @@ async def measure(
             ]
             rows.append(max(each, key=lambda row: row["pause_ms"]))
         for task in running:
+            if task.done():  # a request failed
+                task.result()
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
     finally:

@@ -204,9 +204,10 @@ def test_every_option_is_documented_once() -> None:
             [*IN_PAIRS, "--generator.replicas=4", "--sync.link=single_copy", "--model.dtype=bfloat16"],
             "with generator.replicas = 4 needs trainer.ranks = 2",
         ),
+        ([*IN_PAIRS, "--generator.replicas=2", "--loop.max_lag=auto"], 'loop.max_lag = "auto"; give a number'),
         ([*IN_PAIRS, "--generator.replicas=3"], "engines_per_gpu = 2 must divide generator.replicas = 3"),
         ([*IN_PAIRS, "--generator.replicas=auto"], 'generator.replicas = "auto"; give a number'),
-        ([*IN_PAIRS, "--generator.replicas=2", "--generator.device=cuda:0"], "which names the GPU of all engines"),
+        ([*IN_PAIRS, "--generator.replicas=2", "--generator.device=cuda:0"], "which is the device of all engines"),
         (
             [*IN_PAIRS, "--generator.replicas=2", "--sync.placement=colocated", "--sync.in_flight=retry"],
             "most of a GPU",

@@ -189,7 +189,8 @@ CHECKS: tuple[Check, ...] = (
     *_conflicts(
         lambda c: c.generator.engines_per_gpu > 1, "{generator.engines_per_gpu}",
         (lambda c: c.generator.replicas == AUTO, "{generator.replicas}", "give a number"),
-        (lambda c: c.generator.device != "auto", "{generator.device}, which names the GPU of all engines",
+        (lambda c: c.loop.max_lag == AUTO, "{loop.max_lag}", "give a number"),
+        (lambda c: c.generator.device != "auto", "{generator.device}, which is the device of all engines",
          "leave one of them out"),
         (lambda c: c.sync.placement == "colocated", "{sync.placement}, where an engine takes most of a GPU",
          "leave it out"),
@@ -279,7 +280,7 @@ CHECKS: tuple[Check, ...] = (
     (lambda c: c.sync.link == "single_copy" and c.generator.tensor_parallel_size == 1
      and (c.trainer.ranks * c.generator.engines_per_gpu != c.generator.replicas
           or (c.trainer.ranks > 1 and c.trainer.parallel != "ddp")),
-     "{sync.link} with {generator.replicas} needs trainer.ranks = {=generator.gpus} and, with several, "
+     "{sync.link} with {generator.replicas} needs trainer.ranks = {=generator.engine_groups} and, with several, "
      'trainer.parallel = "ddp": each rank computes on the weights of the engine on its GPU'),
     (lambda c: c.sync.link == "single_copy" and c.generator.tensor_parallel_size > 1
      and (c.trainer.ranks != c.generator.tensor_parallel_size or c.trainer.parallel != "tensor"),

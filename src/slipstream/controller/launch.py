@@ -135,7 +135,7 @@ class Cluster:
         if not (pool.supervised and pool.begin) or self._colocation or shared:
             raise ConfigError(
                 "the number of engines can be changed in a run that has begun, for engines that it has started itself, "
-                "on CPUs or on GPUs that no other worker uses"
+                "on CPUs or on GPUs that no other worker uses, unless generator.engines_per_gpu says so"
             )
         if engines < generator.min_replicas:
             raise ConfigError(f"engines = {engines} is less than generator.min_replicas = {generator.min_replicas}")

@@ -231,8 +231,8 @@ class Simulation:
         lags = self._lags(groups)
         sampled = sum(lags.values())
         self.training = True
-        seconds = self.scenario.trainer.step(sampled, sampled + self.work.unsampled) * self._slowdown
         self._share_gpus()
+        seconds = self.scenario.trainer.step(sampled, sampled + self.work.unsampled) * self._slowdown
         seconds += 0.0 if self.state.step else self.scenario.first_step_s
         self._at(self.now + seconds, self._end_step, self.epoch, self.now, sampled, lags)
 
@@ -246,9 +246,8 @@ class Simulation:
 
     @property
     def _slowdown(self) -> float:
-        """Factor of the times of both sides, which share GPUs in a step that begins now. Engines may have no work."""
-        both = self.scenario.overlaps and any(engine.active for engine in self.engines)
-        return self.scenario.shared_slowdown if both else 1.0
+        """Factor of the times of both sides during a step on shared GPUs. With a lag of 0 engines have no work then."""
+        return self.scenario.shared_slowdown if self.scenario.overlaps and self.scenario.max_lag else 1.0
 
     def _share_gpus(self) -> None:
         """Engines on the trainer's GPUs slow down during a step, or sleep."""

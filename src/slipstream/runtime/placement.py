@@ -56,8 +56,10 @@ class Placement:
 
 
 def gpus_of_engine(placement: Placement, number: int, gpus: int) -> tuple[int, ...]:
-    """GPUs of an engine: those of the placement, else the next free ones of `gpus`, for as many engines as share those
-    of the first one. Raises `ConfigError` if too few."""
+    """GPUs of an engine: those of the placement, else free ones of `gpus`, shared by as many as the planned ones.
+
+    Raises `ConfigError` if there are too few.
+    """
     planned = placement.generators
     if number < len(planned):
         return planned[number]
@@ -119,7 +121,7 @@ def choose_link(config: Config, gpus: int, hosts: int, network: Network) -> tupl
     if generator.servers:  # on a host with one GPU the servers share it with the trainer
         return ("nccl", "servers and trainer have GPUs") if gpus > 1 else ("shared", "one GPU")
     if not placement.shared:
-        return "nccl", "engines and trainer have their own GPUs"
+        return "nccl", "no engine is on a GPU of the trainer"
     if placement.generators == (placement.trainer,) * generator.engines_per_gpu and _fits_single_copy(config):
         return "single_copy", "engine and trainer are on the same GPUs"
     return "shared", "engines and trainer share a GPU"
@@ -176,9 +178,9 @@ def place(config: Config, gpus: int) -> Placement:
     short = (generator.device == "auto" and wanted > gpus) or (config.trainer.device == "auto" and len(left) < ranks)
     if gpus > 1 and short:
         needed = max(wanted, ranks) if colocated else wanted + ranks
+        share = "" if generator.engines_per_gpu > 1 else ", or name generator.device and trainer.device to share"
         raise ConfigError(
-            f"{asked} and trainer.ranks = {ranks} need {needed} GPUs, but there are {gpus}; lower one of them, "
-            "or name generator.device and trainer.device to share"
+            f"{asked} and trainer.ranks = {ranks} need {needed} GPUs, but there are {gpus}; lower one of them{share}"
         )
     placement = Placement(
         generators, _gpus_of_device(f"trainer.ranks = {ranks}", config.trainer.device, tuple(left[:ranks]), gpus, ranks)
@@ -190,8 +192,8 @@ def place(config: Config, gpus: int) -> Placement:
 def _place_generators(config: Config, gpus: int) -> tuple[tuple[int, ...], ...]:
     """GPUs of each generator. Raises `ConfigError` if colocated generators would share a GPU."""
     generator, each = config.generator, config.generator.gpus_per_engine
-    places = [i // generator.engines_per_gpu for i in range(generator.engines)]
-    spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in places]
+    groups = [i // generator.engines_per_gpu for i in range(generator.engines)]
+    spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in groups]
     generators = tuple(_gpus_of_device(generator.engine_size, generator.device, found, gpus, each) for found in spread)
     assigned = [gpu for found in generators for gpu in found]
     if config.sync.placement == "colocated" and len(set(assigned)) < len(assigned):
@@ -234,12 +236,12 @@ def _place_single_copy(config: Config, gpus: int) -> Placement:
     `ConfigError` for too few GPUs, or if options of both name different devices.
     """
     devices, ranks = (config.generator.device, config.trainer.device), config.trainer.ranks
-    named = [device for device in devices if device != "auto"] or ["auto"]
-    option = f"generator.{'tensor_parallel_size' if config.generator.tensor_parallel_size > 1 else 'replicas'}"
-    both = _gpus_of_device(f"{option} = {ranks}", named[0], tuple(range(ranks)), gpus, ranks)
+    engines = f"generator.replicas = {config.generator.replicas} with {config.generator.engine_size}"
+    sides = [s for s in zip((engines, f"trainer.ranks = {ranks}"), devices, strict=True) if s[1] != "auto"]
+    both, *others = [_gpus_of_device(*side, tuple(range(ranks)), gpus, ranks) for side in sides or [(engines, "auto")]]
     if not both:
         raise ConfigError('sync.link = "single_copy" needs a GPU, and there is none for it here; use "shared"')
-    if both != _gpus_of_device(f"trainer.ranks = {ranks}", named[-1], both, gpus, ranks):
+    if others not in ([], [both]):
         raise ConfigError(
             'sync.link = "single_copy" needs generator and trainer on the same GPUs, and generator.device = '
             f'"{devices[0]}" and trainer.device = "{devices[1]}" are others; leave one of them out'

@@ -1,10 +1,10 @@
 """The `nccl` link: the trainer broadcasts its weights into a staging buffer of every engine.
 
-The sender casts parameters and packs them into buckets of one flat layout; each bucket is one broadcast in the link's
-own process groups, whose members meet through a `rendezvous`. NCCL refuses two members on one GPU, so the engines that
-share one are in different groups. Receivers use a separate CUDA stream and a staging buffer
-of the whole model, while the engine decodes on the old weights. The swap is one copy on the device between two forward
-passes. On CPUs the group uses gloo.
+The sender casts parameters and packs them into buckets of one flat layout. It broadcasts each bucket in the link's own
+process groups, whose members meet through a `rendezvous`. NCCL refuses two members on one GPU, so the engines that
+share one are in different groups. Receivers use a separate CUDA stream and a staging buffer of the whole model, while
+the engine decodes on the old weights. The swap is one copy on the device between two forward passes. On CPUs the group
+uses gloo.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class NcclSender(Sender):
         found = split_by_gpu([self._store.get(f"gpu/{rank}").decode() for rank in range(1, self._ranks)])
         sizes = Counter(group for group, _ in found)
         for rank, (group, own) in enumerate(found, 1):
-            self._store.set(f"place/{rank}", f"{group} {own} {sizes[group] + 1}")
+            self._store.set(f"group/{rank}", f"{group} {own} {sizes[group] + 1}")
         return [
             join(PrefixStore(str(group), self._store), 0, sizes[group] + 1, self._device, address=own_address())
             for group in sorted(sizes)
@@ -103,7 +103,9 @@ class NcclReceiver(Receiver):
             self._tunnel = self._tunnel or open_tunnel(gate)
             store = TCPStore(LOOPBACK, self._tunnel.port, is_master=False, timeout=TIME_LIMIT)
             store.set(f"gpu/{self._rank}", gpu_name(self._device))
-            group, own, size = store.get(f"place/{self._rank}").decode().split()
+            name = f"group/{self._rank}"
+            store.wait([name], 2 * TIME_LIMIT)  # the sender waits for the last receiver
+            group, own, size = store.get(name).decode().split()
             address = address_towards(gate["host"])
             self._group = join(PrefixStore(group, store), int(own), int(size), self._device, address=address)
         with torch.cuda.stream(self._stream):
