@@ -32,7 +32,7 @@ from slipstream.errors import InvalidInput
 from slipstream.generators.served_weights import ServedWeights, local_shards
 from slipstream.model.inspection import trained_parameters
 from slipstream.runtime.addresses import ADDRESS
-from slipstream.sync import adapters, frames, nccl, nccl_direct, shared, single_copy
+from slipstream.sync import adapters, frames, nccl, nccl_direct, shared
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import ParameterShard, PublishHandle, find_link
 from slipstream.trainers.master_weights import compute_on
@@ -143,7 +143,7 @@ def test_engines_that_share_a_gpu_are_in_different_groups(tmp_path: Path, monkey
         return join(store, rank, ranks, *others, **options)
 
     monkeypatch.setattr(nccl, "join", recorded)
-    monkeypatch.setattr(nccl, "gpu_name", gpu_of_thread)
+    monkeypatch.setattr(nccl, "gpu_id", gpu_of_thread)
     weights = trained_parameters(build_model("qwen3", seed=1))
     sender = nccl.NcclSender(weights, config_of(torch.float32), tmp_path, len(gpus))
     info = sender.connection_info()
@@ -162,15 +162,6 @@ def test_engines_that_share_a_gpu_are_in_different_groups(tmp_path: Path, monkey
     assert sorted(joined) == [("MainThread", 0, 2), ("MainThread", 0, 3), ("a", 1, 2), ("a", 1, 3), ("b", 2, 3)]
     for end in (*receivers, sender):
         end.close()
-
-
-@given(st.integers(1, 8), st.integers(1, 4))
-def test_a_trainer_rank_computes_on_the_first_of_its_engines(ranks: int, engines: int) -> None:
-    receivers = ranks * engines
-    for rank in range(ranks):
-        first = single_copy.first_receiver(rank, ranks, receivers)
-        own = [r for r in range(receivers) if single_copy.trainer_rank(r, ranks, receivers) == rank]
-        assert own == list(range(first, first + engines))
 
 
 def test_shared_link_shares_memory(tmp_path: Path) -> None:

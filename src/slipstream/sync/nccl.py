@@ -22,7 +22,17 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 from slipstream.config.schema import Config
 from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import LOOPBACK, address_towards, own_address, private_store
-from slipstream.sync.link import ConnectionInfo, Layout, Parameters, PublishHandle, Receiver, Sender, Shapes, shapes_of
+from slipstream.sync.link import (
+    ConnectionInfo,
+    Layout,
+    Parameters,
+    PublishHandle,
+    Receiver,
+    Sender,
+    Shapes,
+    gpu_id,
+    shapes_of,
+)
 from slipstream.sync.rendezvous import Gate, Relay, open_tunnel
 
 BUCKET = 2**30  # bytes of one broadcast; few launches, since each waits for free SMs while the engine decodes
@@ -102,7 +112,7 @@ class NcclReceiver(Receiver):
             gate = self._connection_info["gate"]
             self._tunnel = self._tunnel or open_tunnel(gate)
             store = TCPStore(LOOPBACK, self._tunnel.port, is_master=False, timeout=TIME_LIMIT)
-            store.set(f"gpu/{self._rank}", gpu_name(self._device))
+            store.set(f"gpu/{self._rank}", gpu_id(self._device))
             name = f"group/{self._rank}"
             store.wait([name], 2 * TIME_LIMIT)  # the sender waits for the last receiver
             group, own, size = store.get(name).decode().split()
@@ -129,11 +139,6 @@ class NcclReceiver(Receiver):
 
 class Nccl:
     Sender, Receiver = NcclSender, NcclReceiver
-
-
-def gpu_name(device: torch.device) -> str:
-    """A name that no other GPU has; empty for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def split_by_gpu(gpus: Sequence[str]) -> list[tuple[int, int]]:

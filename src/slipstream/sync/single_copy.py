@@ -19,7 +19,17 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from slipstream.config.schema import Config
-from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Receiver, Sender, Shapes, shapes_of
+from slipstream.sync.link import (
+    ConnectionInfo,
+    Parameters,
+    PublishHandle,
+    Receiver,
+    Sender,
+    Shapes,
+    gpu_id,
+    own_part,
+    shapes_of,
+)
 
 DEVICE_ARGUMENT = 6  # index of the device argument of `rebuild_cuda_tensor`
 
@@ -30,11 +40,11 @@ class SingleCopySender(Sender):
     on_every_rank = one_trainer = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
-        self._parameters, self._receivers = parameters, receivers
+        self._parameters = parameters
 
     def connection_info(self) -> ConnectionInfo:
-        masters = export_ipc_handles(self._parameters)
-        return {"shapes": shapes_of(self._parameters), "masters": masters, "receivers": self._receivers}
+        gpu, masters = gpu_id(next(iter(self._parameters.values())).device), export_ipc_handles(self._parameters)
+        return {"shapes": shapes_of(self._parameters), "gpu": gpu, "masters": masters}
 
     def stage(self, version: int) -> PublishHandle:
         torch.cuda.synchronize()  # the engine's stream does not wait for this process
@@ -47,9 +57,7 @@ class SingleCopyReceiver(Receiver):
     rebindable = False
 
     def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None:
-        parts, receivers = connection_info["parts"], connection_info["receivers"]
-        part = parts[trainer_rank(rank - 1, len(parts), receivers)]
-        masters = import_ipc_handles(part["masters"], device)
+        masters = import_ipc_handles(own_part(connection_info["parts"], rank, device)["masters"], device)
         self._masters = {name: _LocalShard(tensor) for name, tensor in masters.items()}
 
     def prepare(self, handle: PublishHandle) -> dict[str, _LocalShard]:
@@ -57,16 +65,6 @@ class SingleCopyReceiver(Receiver):
 
     def close(self) -> None:
         self._masters.clear()
-
-
-def trainer_rank(receiver: int, ranks: int, receivers: int) -> int:
-    """The trainer rank on the GPU of a receiver (0-based): consecutive ones share a GPU."""
-    return receiver * ranks // receivers
-
-
-def first_receiver(rank: int, ranks: int, receivers: int) -> int:
-    """The first receiver (0-based) on the GPU of a trainer rank, which computes on its weights."""
-    return rank * receivers // ranks
 
 
 class _LocalShard:

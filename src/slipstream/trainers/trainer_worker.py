@@ -28,7 +28,7 @@ from slipstream.sync.link import (
     shapes_of,
 )
 from slipstream.sync.sharded_weights import GatheredParameters
-from slipstream.sync.single_copy import first_receiver, import_ipc_handles
+from slipstream.sync.single_copy import import_ipc_handles
 from slipstream.trainers.failures import explain_out_of_memory
 from slipstream.trainers.policies import PolicyTrainers
 from slipstream.trainers.trainer import Trainer
@@ -93,7 +93,7 @@ class PytorchTrainerWorker(Worker):
     async def compute_on(self, handles: Sequence[dict[str, str]]) -> None:
         assert isinstance(self._trainer, Trainer)
         ranks = self._trainer.ranks
-        first = first_receiver(ranks.rank, ranks.size, len(handles))
+        first = ranks.rank * len(handles) // ranks.size  # of the engines on this GPU
         self._trainer.compute_on(import_ipc_handles(handles[first], self._trainer.device))
 
     async def open_link(self, receivers: int) -> ConnectionInfo | None:
