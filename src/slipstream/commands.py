@@ -1,4 +1,4 @@
-"""The commands of the command line: each gets its parsed arguments, and the flags of the configuration.
+"""The commands of the command line: each gets its parsed arguments, and the flags that override the configuration.
 
 Libraries are imported by the command that needs them, so that the others start at once.
 """

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.generators.torch.sampling import BLOCK, invert, uniform
+from slipstream.generators.torch.sampling import BLOCK, inverse_cdf, uniform
 
 
 def test_uniform_is_uniform_and_independent() -> None:
@@ -31,7 +31,7 @@ def test_inversion_matches_the_cumulative_sum(vocabulary: int, seed: int, u: flo
     p[torch.rand(2, vocabulary, generator=generator) < 0.5] = 0
     p[:, seed % vocabulary] += 0.1
     p /= p.sum(-1, keepdim=True)
-    tokens = invert(p, torch.tensor([[u], [u]], dtype=torch.float64))[:, 0]
+    tokens = inverse_cdf(p, torch.tensor([[u], [u]], dtype=torch.float64))[:, 0]
     for row, token in enumerate(tokens.tolist()):
         assert p[row, token] > 0
         mass = p[row].double().cumsum(0)

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config, ConfigError
-from slipstream.plan.calibration import Sampled, decode_points, fit, fit_line, own_scenario
+from slipstream.plan.calibration import TimedCompletion, decode_points, fit, fit_line, scenario_of_run
 from slipstream.plan.costs import EngineCost
 from slipstream.plan.engine import Request, SimulatedEngine
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
@@ -26,16 +26,16 @@ def config(*flags: str) -> Config:
     return load_config(None, ["--model.path=model", "--environment.name=addition", *flags])
 
 
-def sampled(slots: int, lengths: list[int]) -> list[Sampled]:
+def sampled(slots: int, lengths: list[int]) -> list[TimedCompletion]:
     """Completions of one simulated engine; all requests start almost at once and wait for a slot."""
     engine = SimulatedEngine(EngineCost(SHAPE, Cluster(find_gpu("h100"), 1), RATES, 1), slots, 1e9)
     for number, length in enumerate(lengths):
         engine.add(Request((1e-9 * number, length), 0, length, object(), 0))
     engine.advance(0.0)
-    found: list[Sampled] = []
+    found: list[TimedCompletion] = []
     while (at := engine.next_event()) is not None:
         ended = [request.owner for request in engine.advance(at)]
-        found += [Sampled("engine 0", start, at, length) for start, length in ended]
+        found += [TimedCompletion("engine 0", start, at, length) for start, length in ended]
     return found
 
 
@@ -86,7 +86,7 @@ def test_turns_of_a_rollout_are_no_rollouts() -> None:
     found = fit(metrics, events, config("--generator.max_num_seqs=16"), 10.0)
     assert (found.turns, found.completion.mean) == (2, 100)
     assert found.tool_s == pytest.approx(0.2)
-    own = own_scenario(found, config("--loop.groups_per_step=2", "--loop.group_size=5"), SHAPE)
+    own = scenario_of_run(found, config("--loop.groups_per_step=2", "--loop.group_size=5"), SHAPE)
     assert (own.work.turns, own.work.tool.mean) == (2, pytest.approx(0.2))
 
 
@@ -101,7 +101,7 @@ def test_short_records_are_refused() -> None:
 
 def test_a_run_is_simulated_with_its_own_options() -> None:
     found = fit(*records(20), config("--generator.max_num_seqs=16"), 10.0)
-    own = own_scenario(
+    own = scenario_of_run(
         found, config("--loop.max_lag=0", "--loop.groups_per_step=2", "--loop.group_size=5", "--loop.steps=20"), SHAPE
     )
     figures = simulated_figures(own)
@@ -115,7 +115,7 @@ def test_the_simulated_part_of_a_long_run_has_no_end() -> None:
     found = fit(*records(20), config("--generator.max_num_seqs=16"), 10.0)
     found = replace(found, completion=Lengths(256, 0.6, 2048))  # with stragglers, which the last steps wait for
     whole, part = (
-        simulated_figures(own_scenario(found, config("--loop.max_lag=4", "--loop.steps=200"), SHAPE, most))
+        simulated_figures(scenario_of_run(found, config("--loop.max_lag=4", "--loop.steps=200"), SHAPE, most))
         for most in (200, 14)
     )
     assert part.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=0.05)

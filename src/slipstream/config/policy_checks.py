@@ -1,4 +1,4 @@
-"""Checks of `[[policies]]`: their names, and options that several policies exclude or require."""
+"""Checks of `[[policies]]`: their names, and options that do not go with them or that they need."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ async def warn_with_advice(run: RunContext, warning: HealthWarning) -> None:
 
 
 def record_trainer_time(run: RunContext, batch: Batch, stats: StepStats, waited: float) -> None:
-    """Record when the trainer took the step that has just ended, after it waited `waited` seconds for the batch."""
+    """Record start and end of the step that has just ended, and the `waited` seconds before it without a batch."""
     visits, now = [group.visit_id for group in batch.groups], run.events.now()
     run.events.add(
         "step", TRAINER, now - stats.seconds, now,

@@ -164,7 +164,7 @@ class _Sender(socketserver.BaseRequestHandler):
 
 
 def _send_stream(stream: socket.socket) -> int:
-    """Send `STREAM_BYTES`, or for `STREAM_S`, and end the stream. Returns the number of bytes."""
+    """Send until `STREAM_BYTES` are sent or `STREAM_S` have passed, and end the stream. Returns the number of bytes."""
     stream.settimeout(10 * STREAM_S)
     sent, start = 0, time.perf_counter()
     while sent < STREAM_BYTES and time.perf_counter() - start < STREAM_S:

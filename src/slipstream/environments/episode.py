@@ -229,7 +229,7 @@ def _as_rollout_failed(error: BaseException, task: Task, policy: Policy) -> Roll
             leaf = first_error(error)
             reason = type(leaf).__name__
             refused = f"\nIts URL had answered: {policy.last_refusal}" if policy.last_refusal else ""
-            return RolloutFailed(reason, f"task {task.id}:\n{_tail(leaf)}{refused}")
+            return RolloutFailed(reason, f"task {task.id}:\n{_short_traceback(leaf)}{refused}")
     return RolloutFailed(reason, f"task {task.id}: {error}")
 
 
@@ -258,8 +258,8 @@ def first_error(error: BaseException) -> BaseException:
     return error
 
 
-def _tail(error: BaseException) -> str:
-    """The last frames of an exception, and its message in one line."""
+def _short_traceback(error: BaseException) -> str:
+    """The last seven lines of an exception's frames, then its message, as one line."""
     frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()[-7:]
     message = " ".join("".join(traceback.format_exception_only(error)).split())
     return "\n".join([*frames, message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} ..."])

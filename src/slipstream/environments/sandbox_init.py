@@ -1,10 +1,10 @@
 """The first process of a sandbox: runs one program within limits, and reports how the program ended.
 
 This file's text is passed to a bare interpreter, so it imports little, and the standard library alone. A request
-comes as one line of standard input and a report leaves by standard output, as Python literals. The end of standard
-input cancels the program, so it stays open. The program inherits neither, and can't read them through /proc. This
-process makes the namespaces if `kind` is "namespaces"; bwrap has made them if it is "bwrap"; "rlimits" has none. In
-namespaces it is process 1: its end kills the rest.
+comes as one line of standard input and a report leaves by standard output, as Python literals. To cancel the program,
+the caller closes standard input. The program gets other streams, and can't read these through /proc. This process makes
+the namespaces if `kind` is "namespaces"; bwrap has made them if it is "bwrap"; "rlimits" has none. In namespaces it is
+process 1: its end kills the rest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HINTS = {  # the end of a failing program's errors, and the limit that it met
 }
 
 
-def check(result: int) -> int:
+def check_errno(result: int) -> int:
     """The result of a C function. Raises `OSError` if it is negative."""
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -59,19 +59,19 @@ def check(result: int) -> int:
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:
     encoded = [text and text.encode() for text in (source, target, kind, options)]
-    check(libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]))
+    check_errno(libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]))
 
 
 def restrict(path: str, flags: int, recursive: bool = True) -> None:
     """Add flags to the mount at `path`."""
     attributes = struct.pack("4Q", flags, 0, 0, 0)
-    check(libc.syscall(MOUNT_SETATTR, -100, path.encode(), AT_RECURSIVE * recursive, attributes, len(attributes)))
+    check_errno(libc.syscall(MOUNT_SETATTR, -100, path.encode(), AT_RECURSIVE * recursive, attributes, len(attributes)))
 
 
 def enter_namespaces(request: dict[str, Any]) -> None:
     """Become process 1 of new namespaces, with a root directory of `readable` paths and the scratch directory."""
     uid, gid = os.geteuid(), os.getegid()
-    check(libc.unshare(NEW_NAMESPACES | (NEW_USER if uid else 0)))
+    check_errno(libc.unshare(NEW_NAMESPACES | (NEW_USER if uid else 0)))
     if uid:  # root changes its user instead, see `drop_privileges`
         for name, text in ("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"):
             with open(f"/proc/self/{name}", "w") as file:
@@ -83,7 +83,7 @@ def enter_namespaces(request: dict[str, Any]) -> None:
     mount("none", "/", None, PRIVATE)
     mount("none", "/tmp", "tmpfs", NO_SUID | NO_DEV, "mode=755,size=1m")
     os.mkdir("/tmp/old")
-    check(libc.syscall(PIVOT_ROOT[column()], b"/tmp", b"/tmp/old"))
+    check_errno(libc.syscall(PIVOT_ROOT[syscall_column()], b"/tmp", b"/tmp/old"))
     os.chdir("/")
     own = f"mode=777,size={request['disk']}"
     if any(path.startswith("/tmp/") for path in request["readable"]):  # else it is a link to the scratch directory
@@ -104,7 +104,7 @@ def enter_namespaces(request: dict[str, Any]) -> None:
     ):
         os.mkdir(path)
         mount("none", path, kind, flags, options)
-    check(libc.umount2(b"/old", DETACH))
+    check_errno(libc.umount2(b"/old", DETACH))
     restrict("/", READ_ONLY, recursive=False)
 
 
@@ -122,7 +122,7 @@ def bind(path: str, source: str) -> None:
     mount(source, path, None, BIND)
 
 
-def column() -> int:
+def syscall_column() -> int:
     return ARCHITECTURES[os.uname().machine][1]
 
 
@@ -134,7 +134,7 @@ def drop_privileges(uid: int) -> None:
         os.setresuid(uid, uid, uid)
     for capability in range(64):
         libc.prctl(DROP_BOUND, capability, 0, 0, 0)
-    check(libc.syscall(CAPSET[column()], struct.pack("Ii", 0x20080522, 0), bytes(24)))
+    check_errno(libc.syscall(CAPSET[syscall_column()], struct.pack("Ii", 0x20080522, 0), bytes(24)))
 
 
 def filter_syscalls() -> int:
@@ -152,8 +152,8 @@ def filter_syscalls() -> int:
     code += [(leave, 0, 0, ALLOW)]
     text = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
     program = struct.pack("HP", len(code), ctypes.addressof(text))
-    check(libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0))
-    return check(libc.syscall(SECCOMP[index], 1, 8, program))
+    check_errno(libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    return check_errno(libc.syscall(SECCOMP[index], 1, 8, program))
 
 
 def start(request: dict[str, Any], streams: list[int]) -> tuple[int, int]:
@@ -185,7 +185,7 @@ def start(request: dict[str, Any], streams: list[int]) -> tuple[int, int]:
     os._exit(127)
 
 
-def statuses() -> dict[int, dict[str, str]]:
+def process_statuses() -> dict[int, dict[str, str]]:
     """The fields of /proc/PID/status of each process, by id."""
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -199,7 +199,7 @@ def statuses() -> dict[int, dict[str, str]]:
 
 def descendants() -> dict[int, dict[str, str]]:
     """`statuses` of the processes below this one."""
-    found, me = statuses(), os.getpid()
+    found, me = process_statuses(), os.getpid()
 
     def is_below(pid: int) -> bool:
         while pid in found and pid != me:
@@ -283,7 +283,7 @@ class Supervisor:
             call = bytearray(80)
             fcntl.ioctl(self.listener, RECEIVE, call)
             number = struct.unpack_from("i", call, 16)[0]
-            name = next((name for name, numbers in SYSCALLS.items() if numbers[column()] == number), "clone")
+            name = next((name for name, numbers in SYSCALLS.items() if numbers[syscall_column()] == number), "clone")
             self.refused += [name] * (name not in self.refused)
             fcntl.ioctl(self.listener, RESPOND, bytearray(call[:8] + struct.pack("qiI", 0, -errno.EPERM, 0)))
         except OSError:
@@ -349,7 +349,7 @@ def main() -> None:
     if request["kind"] == "namespaces":
         enter_namespaces(request)
     elif request["kind"] == "rlimits":
-        own = [status for status in statuses().values() if status["Uid"].split()[0] == str(os.getuid())]
+        own = [status for status in process_statuses().values() if status["Uid"].split()[0] == str(os.getuid())]
         request["rlimits"]["RLIMIT_NPROC"] += sum(int(status["Threads"]) for status in own)  # it counts those, too
         if request["uid"]:
             os.chown(request["scratch"], request["uid"], request["uid"])

@@ -1,4 +1,7 @@
-"""Make tasks of the rows of a dataset: columns or templates give prompt and answer, and some tasks are held out."""
+"""Make tasks of the rows of a dataset: columns or templates give prompt and answer.
+
+Held-out tasks are the split `test` or `validation`, else a tenth of the training tasks.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ class Columns:
         if self.answer and (answer is None or not str(answer).strip()):
             raise ValueError(f"its {self.answer!r} is empty")
         id_column = self.id.removesuffix("?")
-        kept = _without(row, self.images)
+        kept = _without_column(row, self.images)
         data = {name: value for name, value in kept.items() if name not in (self.prompt, id_column)}
         if self.rewards:  # they need no other columns
             data = {"wanted": {kind: reward.prepare(answer, row) for kind, reward in self.rewards.items()}}
@@ -240,22 +243,22 @@ def _joined(parts: list[Any]) -> Any:
     return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
-def _without(row: dict[str, Any], name: str) -> dict[str, Any]:
+def _without_column(row: dict[str, Any], name: str) -> dict[str, Any]:
     """The row without the column, or without "b" in column "a" for the name "a.b"."""
     if name in row:
         return {key: value for key, value in row.items() if key != name}
     first, _, rest = name.partition(".")
-    return row | {first: _without(row[first], rest)} if rest and isinstance(row.get(first), dict) else row
+    return row | {first: _without_column(row[first], rest)} if rest and isinstance(row.get(first), dict) else row
 
 
 def _text(row: dict[str, Any], column: str) -> Any:
     """The value of a column, or the text of a template. Raises `ValueError`."""
     if "{" not in column:
         return column_value(row, column)
-    return FIELD.sub(lambda found: found[1][0] if found[1] else _shown(row, found[2]), column)
+    return FIELD.sub(lambda found: found[1][0] if found[1] else _template_value(row, found[2]), column)
 
 
-def _shown(row: dict[str, Any], name: str) -> str:
+def _template_value(row: dict[str, Any], name: str) -> str:
     """The value of a column in a template; choices as lines "A. text"."""
     value = column_value(row, name)
     if value is None or value == "":

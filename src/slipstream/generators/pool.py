@@ -361,7 +361,7 @@ class GeneratorPool:
         return [result for result in results if not isinstance(result, BaseException)]
 
     async def stats(self) -> dict[str, float]:
-        """Tokens of all engines, and mean busy seconds of an engine. Discards the activity since `take_activity`."""
+        """Ask all engines, and return `totals` as of now. Activity that `take_activity` has not taken yet is lost."""
         await asyncio.gather(*(g.stats() for g in self.running), return_exceptions=True)
         self.take_activity()
         return self.totals

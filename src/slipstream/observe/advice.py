@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config, ConfigError
 from slipstream.observe.run_data import Run
-from slipstream.plan.calibration import Fit, fit, own_scenario
+from slipstream.plan.calibration import Fit, fit, scenario_of_run
 from slipstream.plan.ranking import simulated_figures
 from slipstream.plan.scenario import Figures, Scenario
 from slipstream.plan.shapes import SHAPES, find_shape
@@ -55,7 +55,7 @@ def advise(run: Run) -> Advice | None:
     found, config = fit_run(run), run_config(run)
     rollouts = config.loop.groups_per_step * config.loop.group_size
     steps = max(LEAST_STEPS, min(STEPS, MAX_ROLLOUTS // rollouts))
-    scenario = own_scenario(found, config, SHAPE, steps)
+    scenario = scenario_of_run(found, config, SHAPE, steps)
     now = simulated_figures(scenario)
     errors = now.trainer_busy - found.trainer_busy, now.engines_busy - found.engines_busy
     if max(map(abs, errors)) > MOST_ERROR:

@@ -1,7 +1,8 @@
-"""When each worker was busy, waiting or paused, and which side waited for the other, computed from a run's events.
+"""When each worker was busy, waiting or paused, which side waited for the other, and what would help.
 
-The window is that of `time/window_s`: from the first rollout of each process to its last recorded step. Steps that a
-restart of the trainer has lost lie outside of it.
+All is computed from a run's events, as are the times of scoring, evaluations, checkpoints and publishes. The window is
+that of `time/window_s`: from the first rollout to the last recorded step of each process of the run, of which a resumed
+run has several. Steps that a restart of the trainer has lost lie outside of it.
 """
 
 from __future__ import annotations

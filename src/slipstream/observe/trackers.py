@@ -145,7 +145,7 @@ class Follower:
         self._tracker.finish(report if report.exists() else None, complete)
 
     def _tables(self, record: Record) -> Iterator[tuple[str, list[Record]]]:
-        """Samples of an evaluation, or rollouts of each step below 100, each tenth below 1,000, and so on."""
+        """Samples of an evaluation, or rollouts: of each step below 100, then of each tenth below 1,000, and so on."""
         step = _step_of(record)
         if samples := record.get("samples"):
             yield "eval/samples", _spread(samples)

@@ -1,4 +1,4 @@
-"""Fit the planner's rates to what a run has recorded, with the error of each fit."""
+"""Fit the planner's rates to what a run has recorded, for plans and advice. Fits of steps and decoding have errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEAST_COMPLETIONS = 32
 
 
 @dataclass(frozen=True)
-class Sampled:
+class TimedCompletion:
     """One completion: its engine, the seconds at which its request started and ended, and its tokens."""
 
     engine: str
@@ -71,15 +71,15 @@ class Fit:
         )
 
 
-def rollouts(events: Sequence[Record]) -> list[list[Sampled]]:
+def rollouts(events: Sequence[Record]) -> list[list[TimedCompletion]]:
     """The completions of each rollout that the events of a run record, in the order of their turns."""
-    found: list[list[Sampled]] = []
+    found: list[list[TimedCompletion]] = []
     for event in (event for event in events if event.get("kind") == "group"):
-        by_number: dict[int, list[Sampled]] = {}
+        by_number: dict[int, list[TimedCompletion]] = {}
         for row in event["rollouts"]:
             engine, start, end, tokens = row[:4]
             if engine and tokens and end > start:
-                by_number.setdefault(row[8], []).append(Sampled(engine, start, end, tokens))
+                by_number.setdefault(row[8], []).append(TimedCompletion(engine, start, end, tokens))
         found += by_number.values()
     return found
 
@@ -168,7 +168,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> LinearFit:
     return LinearFit(float(fixed), float(each), float(np.sqrt(np.mean(((fixed + each * x) / y - 1) ** 2))))
 
 
-def decode_points(sampled: Sequence[Sampled], slots: int, after: float) -> list[tuple[float, float]]:
+def decode_points(sampled: Sequence[TimedCompletion], slots: int, after: float) -> list[tuple[float, float]]:
     """For each completion, mean number of sequences that its engine decoded meanwhile, and seconds of a step.
 
     A request's time includes its wait for a slot, so a sequence counts from when a slot was free.
@@ -176,16 +176,21 @@ def decode_points(sampled: Sequence[Sampled], slots: int, after: float) -> list[
     points: list[tuple[float, float]] = []
     for engine in {one.engine for one in sampled}:
         own = [one for one in sampled if one.engine == engine]
-        begins, ends = np.array(admissions(own, slots)), np.array([one.end for one in own])
+        begins, ends = np.array(slot_times(own, slots)), np.array([one.end for one in own])
         tokens = np.array([one.tokens for one in own])
-        active = _area(begins, ends) - _area(begins, begins) - _area(ends, ends) + _area(ends, begins)
+        active = (
+            _count_integral(begins, ends)
+            - _count_integral(begins, begins)
+            - _count_integral(ends, ends)
+            + _count_integral(ends, begins)
+        )
         kept = (begins >= after) & (tokens > 1) & (ends > begins)
         seconds = (ends - begins)[kept]
         points += zip(active[kept] / seconds, seconds / tokens[kept], strict=True)
     return points
 
 
-def admissions(sampled: Sequence[Sampled], slots: int) -> list[float]:
+def slot_times(sampled: Sequence[TimedCompletion], slots: int) -> list[float]:
     """When each request got a slot, if slots are given in the order of starts; in the order of `sampled`."""
     free: list[float] = [-math.inf] * slots
     begins: dict[int, float] = {}
@@ -195,7 +200,7 @@ def admissions(sampled: Sequence[Sampled], slots: int) -> list[float]:
     return [begins[index] for index in range(len(sampled))]
 
 
-def _area(times: Array, upto: Array) -> Array:
+def _count_integral(times: Array, upto: Array) -> Array:
     """Integral, up to each of `upto`, of the number of `times` that have passed."""
     ordered = np.sort(times)
     count = np.searchsorted(ordered, upto, side="right")
@@ -203,7 +208,7 @@ def _area(times: Array, upto: Array) -> Array:
     return found
 
 
-def own_scenario(found: Fit, config: Config, shape: Shape, most: int = 40) -> Scenario:
+def scenario_of_run(found: Fit, config: Config, shape: Shape, most: int = 40) -> Scenario:
     """The scenario of the run itself, with its fitted rates: its `loop.steps` steps, or the first `most` of them."""
     loop, engines, sync = config.loop, config.generator, config.sync
     colocated = sync.placement == "colocated"

@@ -118,7 +118,7 @@ class Workload:
 
     @property
     def scoring_s(self) -> float:
-        """Seconds in which the scorers score the rollouts of a step if none of them waits."""
+        """Least seconds to score the rollouts of a step: all scorers are always busy."""
         return self.rollouts * self.scoring.mean / self.scorers
 
     @property

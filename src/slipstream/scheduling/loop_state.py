@@ -84,10 +84,11 @@ class LoopState:
         has_signal: Callable[[Group], bool] = lambda group: True,
         max_filtered_in_a_row: float = math.inf,
     ) -> Fate:
-        """A group has ended with these successful rollouts: add it to the buffer, filter it, or try its task again.
+        """Record that a group has ended with these successful rollouts. Returns its fate. Raises `BufferFull`.
 
-        Raises `BufferFull`. At most `max_filtered_in_a_row` consecutive groups without signal are filtered; later ones
-        are added to the buffer until a group has signal.
+        With fewer than `MIN_GROUP_SIZE` rollouts in every role the task is tried again ("failed"), or retired after its
+        last try. A group without signal is filtered, but after `max_filtered_in_a_row` of them the next ones are added
+        to the buffer until one has signal. All others are added ("ready").
         """
         group = Group(visit.id, task_id, tuple(rollouts), self.ledger.streams[visit.environment].label)
         if max(map(len, group.roles.values()), default=0) < MIN_GROUP_SIZE:

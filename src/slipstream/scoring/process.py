@@ -1,4 +1,4 @@
-"""The process of a teacher or a reward model, which is restarted when it dies: it holds no state but files."""
+"""The process of a teacher or a reward model. It is restarted when it dies; its state is in files."""
 
 from __future__ import annotations
 

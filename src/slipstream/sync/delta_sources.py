@@ -28,6 +28,7 @@ class ChangeSource:
         self._header, self._steps, self.used = {"base": base, "state": state}, steps, time.monotonic()
 
     def wait_header(self) -> dict[str, Any]:
+        """The header, without a wait: it is known from the start."""
         return self._header
 
     @property

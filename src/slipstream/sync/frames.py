@@ -120,6 +120,7 @@ class Stream:
             self._wait(lambda: False)
 
     def frames(self, start: int = 0) -> Iterator[bytes]:
+        """All frames from number `start` on. Waits for those that are not added yet."""
         while (frame := self._frame(start)) is not None:
             yield frame
             start += 1
@@ -172,9 +173,9 @@ class FrameServer:
         self._listener.close()
 
     def _serve(self, connected: socket.socket) -> None:
-        """Answer one client. `FAILURES`, such as a broken connection, end without an error.
+        """Answer one client. `FAILURES`, such as a broken connection, end it silently.
 
-        The client gets other errors as "refused".
+        Any other error is sent to the client as "refused".
         """
         with contextlib.suppress(*FAILURES), Channel(connected, self._limiter) as connection:
             connection.authenticate(self._secret, b"server", b"client")

@@ -1,9 +1,10 @@
-"""The `shared` link where engines and trainer take turns on the same GPUs (`sync.placement = "colocated"`).
+"""The link `handover`: what `sync.link = "shared"` is where engines and trainer take turns (`sync.placement`).
 
-Each trainer rank hands full tensors to the engine processes on its GPU, in buckets: it gathers a bucket from all ranks,
-and the engines, which sleep, copy their parts of it into the served weights. Two buckets alternate, so a rank gathers
-one while engines copy the other. No GPU holds a second copy of the weights beyond these buckets. On a GPU engines map
-the buckets by CUDA IPC. On a CPU, and where an engine's GPU has no rank, the buckets are shared memory of the host.
+Each trainer rank hands full tensors to the engine processes on its GPU, in buckets. It gathers a bucket from all ranks,
+and the engines copy their parts of it into the served weights. Engines do not decode meanwhile. Two buckets alternate,
+so a rank gathers one while engines copy the other. No GPU holds a second copy of the weights beyond these buckets.
+Engines map the buckets, which are in GPU memory, by CUDA IPC. If either side is on a CPU, or there are more engine
+processes than ranks, all buckets are in shared memory of the host.
 """
 
 from __future__ import annotations
@@ -177,6 +178,7 @@ class HandoverReceiver(Receiver):
         self._shards = shards
 
     def prepare(self, handle: PublishHandle) -> dict[str, Tensor]:
+        """Copy all buckets into the served weights. Returns an empty dict: nothing is left to swap."""
         try:
             for number, (start, _, names) in enumerate(self._layout.buckets(BUCKET)):
                 self._copy(STEP.pack(handle["version"], number), number, start, names)

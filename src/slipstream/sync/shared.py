@@ -160,6 +160,7 @@ class SharedFiles:
         return self._mapped[key]
 
     def close(self) -> None:
+        """Unmap all files, which stay, and unlock their memory."""
         for key in list(self._mapped):
             self._unmap(key)
 

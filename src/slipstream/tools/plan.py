@@ -17,7 +17,7 @@ from slipstream.config.loading import load_config
 from slipstream.config.schema import AUTO, Config, ConfigError, TrainerConfig
 from slipstream.observe.advice import SHAPE, advise, describe_figures, fit_run, run_config
 from slipstream.observe.run_data import Run, load_run
-from slipstream.plan.calibration import Fit, own_scenario
+from slipstream.plan.calibration import Fit, scenario_of_run
 from slipstream.plan.choice import LAGS
 from slipstream.plan.hardware import Cluster, Gpu, Rates, find_gpu
 from slipstream.plan.memory import kl_reference
@@ -129,7 +129,7 @@ def show_fit(run: Run, console: Console) -> Fit:
     """Fit the rates to a run, and print the fit, its error, and the advice for that run. Raises `ConfigError`."""
     try:
         found = fit_run(run)
-        simulated = simulated_figures(own_scenario(found, run_config(run), SHAPE))
+        simulated = simulated_figures(scenario_of_run(found, run_config(run), SHAPE))
         console.print(f"{run.name}: {found.describe()}\n{describe_figures(found, simulated)}")
         if (error := abs(simulated.tokens_per_s / found.tokens_per_s - 1)) > FIT_ERROR:
             console.print(

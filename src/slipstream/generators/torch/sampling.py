@@ -1,4 +1,6 @@
-"""Samples one token for each sequence: temperature, top-k, top-p, and the token's log-probability.
+"""Samples one token for each sequence: temperature, top-k, top-p.
+
+Log-probabilities of tokens are those of the distribution after these; 0 for greedy ones.
 
 The random number of a token is a pure function of its request's seed and its position. So a completion is independent
 of the rest of the batch, of its slot, and of restarts.
@@ -65,7 +67,7 @@ class Sampler:
                 sampling_masks[row] = torch.isfinite(logits[row]).nonzero()[:, 0].to("cpu", torch.int32).numpy()
         probabilities = logits.softmax(-1)
         u = torch.from_numpy(uniform(self._seeds, positions)).to(self._device)[:, None]
-        tokens = invert(probabilities, u)
+        tokens = inverse_cdf(probabilities, u)
         logprobs = probabilities.gather(-1, tokens).log()
         if self._any_greedy:
             tokens = torch.where(self._greedy, logits.argmax(-1, keepdim=True), tokens)
@@ -73,7 +75,7 @@ class Sampler:
         return SampledTokens(tokens[:, 0].tolist(), logprobs[:, 0].tolist(), sampling_masks)
 
 
-def invert(probabilities: Tensor, u: Tensor) -> Tensor:
+def inverse_cdf(probabilities: Tensor, u: Tensor) -> Tensor:
     """The token `[rows, 1]` at which the cumulative probability passes `u` `[rows, 1]`, a number in [0, 1).
 
     In a large vocabulary a block of tokens is searched first, then a token in the block, which avoids the cumulative
