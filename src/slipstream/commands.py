@@ -215,7 +215,7 @@ def report(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.observe.run_data import load_run
 
     runs = [load_run(path) for path in options.runs]
-    output = options.output or runs[0].path / "report.html"
+    output = options.output or runs[0].path / ("report.html" if len(runs) == 1 else "comparison.html")
     try:
         write_report(runs, output)
     except OSError as error:

@@ -530,7 +530,8 @@ def test_an_evaluation_says_why_episodes_failed_and_fails_if_all_did(
 
     status, out, err = evaluated("Some")
     assert status == 0 and "score 0.667 [0.300, 0.903] on 6 held-out tasks (2 failed: KeyError 2)" in out
-    last = "KeyError: 'no answer to 4'"
+    line = HELD_OUT[: HELD_OUT.index("raise KeyError")].count("\n") + 1
+    last = f"KeyError: 'no answer to 4' ({tmp_path / 'held.py'}:{line})"
     assert err.splitlines()[-1] == f"slipstream: 2 of 6 held-out tasks failed, the last with: {last}"
     status, out, err = evaluated("Some", "--json")
     found = json.loads(out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -237,5 +238,6 @@ def test_an_error_of_several_lines_keeps_its_type_and_its_first_line() -> None:
         raise ValueError("strange answer\nsecond line")
     except ValueError:
         detail = traceback.format_exc()
-    assert ScoringError("raised", detail).one_line == "ValueError: strange answer second line"
+    found = ScoringError("raised", detail).one_line
+    assert re.fullmatch(rf"ValueError: strange answer second line \({re.escape(__file__)}:\d+\)", found)
     assert ScoringError("raised", "").one_line == "raised"

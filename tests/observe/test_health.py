@@ -82,6 +82,13 @@ def test_a_rule_warns_once_of_its_trouble_alone(rule: str) -> None:
     assert " nan" not in found[0].text and re.search(r"\d", found[0].text), "figures are named"
 
 
+def test_rewards_of_a_function_that_raises_get_another_remedy() -> None:
+    changed = {"reward/frac_groups_with_signal": 0.05, "rollout/generated": 100}
+    for errors, remedy in ({"KeyError": 60}, "Mend the reward function"), ({"KeyError": 40}, "Give tasks that"):
+        found = warnings_of(lambda s, errors=errors: changed | {"reward/errors": errors}, steps=20)  # type: ignore[misc]
+        assert [w.rule for w in found] == ["no-signal"] and found[0].remedy.startswith(remedy)
+
+
 def test_sides_that_both_wait_get_no_contradicting_advice() -> None:
     """With slow tools, or after restarts, neither is slower than the other."""
     (warning,) = warnings_of(lambda s: {"time/batch_wait_s": 2.0, "gen/busy_s": 0.1 * s})

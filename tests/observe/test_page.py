@@ -269,6 +269,10 @@ def test_steps_are_spread() -> None:
 def test_the_command(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(copy)]) == 0
     assert capsys.readouterr().out.strip() == str(copy / "report.html") and (copy / "report.html").exists()
+    before = (copy / "report.html").read_text()
+    assert cli.main(["report", str(copy), str(copy)]) == 0
+    assert capsys.readouterr().out.strip() == str(copy / "comparison.html")
+    assert (copy / "report.html").read_text() == before, "a comparison replaces no run's own page"
     assert cli.main(["report", str(tmp_path / "none")]) == 2
     assert "holds no run" in capsys.readouterr().err
     assert cli.main(["report", str(copy), "--output", str(tmp_path / "no" / "page.html")]) == 2

@@ -21,6 +21,7 @@ from slipstream import run as run_module
 from slipstream.config.schema import SyncConfig
 from slipstream.controller.weight_publisher import WeightPublisher
 from slipstream.environments import text_limits
+from slipstream.errors import UserError
 from slipstream.runtime import event_loop
 from slipstream.runtime.closing import run_bounded
 from slipstream.runtime.event_loop import (
@@ -245,6 +246,17 @@ def test_a_thread_yields_while_the_loop_of_a_run_has_work(monkeypatch: pytest.Mo
 
     assert not run_bounded(main())
     assert passed.is_set()
+
+
+def test_a_run_inside_an_event_loop_is_one_error() -> None:
+    async def never() -> None:
+        raise AssertionError
+
+    async def notebook() -> None:
+        with pytest.raises(UserError, match="event loop of its own, and one is running in this thread"):
+            run_bounded(never())
+
+    asyncio.run(notebook())
 
 
 def test_a_thread_yields_for_a_bounded_time_and_not_after_the_loop() -> None:

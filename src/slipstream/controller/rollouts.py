@@ -135,6 +135,8 @@ def count_failure(run: RunContext, visit: Visit, failure: RolloutFailed) -> None
     if dead := run.cluster.generator.dead or (run.scoring and run.scoring.dead):
         raise dead from None
     run.state.ledger.reasons[failure.reason] += 1
+    if sum(run.state.ledger.reasons.values()) == 1:
+        run.progress.warn(f"a rollout failed: {failure.one_line}; rollout/failures in metrics.jsonl counts all reasons")
     streak = run.environments[visit.environment].failure_streak
     if streak.failed(visit.task, run.state.ledger.running_tasks(visit.environment)):
         found = f"{streak.rollouts} rollouts of {len(streak.tasks)} tasks in a row failed"

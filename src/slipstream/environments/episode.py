@@ -25,7 +25,13 @@ from slipstream.config.schema import Config, ConfigError
 from slipstream.environments.base import Environment, InvalidReward, Policy, Task, as_reward, play
 from slipstream.environments.concurrency import PACKAGE, STANDARD_LIBRARY, Episode, EpisodeSlots
 from slipstream.environments.conversation import ConversationLimits
-from slipstream.environments.reward_workers import CURRENT_EPISODE, EpisodeContext, RewardErrorCounter, ScoringError
+from slipstream.environments.reward_workers import (
+    CURRENT_EPISODE,
+    EpisodeContext,
+    RewardErrorCounter,
+    ScoringError,
+    raised_at,
+)
 from slipstream.environments.rollout_checks import InvalidRollout
 from slipstream.environments.tools import ServerFailed
 from slipstream.generators.base import GenerationError
@@ -55,9 +61,10 @@ class RolloutFailed(Exception):
 
     @property
     def one_line(self) -> str:
-        """The reason with the end of the detail."""
+        """The reason with the end of the detail, and where it was raised."""
         last = self.detail.splitlines()[-1] if self.detail else ""
-        return last if last.startswith(self.reason) else f"{self.reason}: {last}"
+        text = last if last.startswith(self.reason) else f"{self.reason}: {last}"
+        return text + raised_at(self.detail)
 
 
 EpisodeOutcome = tuple[Rollout, ...] | RolloutFailed  # of an episode: one rollout for each role
@@ -259,8 +266,9 @@ def first_error(error: BaseException) -> BaseException:
 
 
 def _short_traceback(error: BaseException) -> str:
-    """The last seven lines of an exception's frames, then its message, as one line."""
-    frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()[-7:]
+    """The last three frames of an exception, two lines each, then its message, as one line."""
+    frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+    frames = [line for line in frames if line.strip(" ^~")][-6:]  # without marks below the code
     message = " ".join("".join(traceback.format_exception_only(error)).split())
     return "\n".join([*frames, message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} ..."])
 

@@ -10,6 +10,7 @@ import asyncio
 import faulthandler
 import inspect
 import os
+import re
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -27,6 +28,7 @@ from slipstream.runtime.worker import Worker, WorkerDied, WorkerError, describe_
 from slipstream.runtime.worker_process import WorkerProcess
 
 TRACEBACK_LINES = 8
+FRAME = re.compile(r'^ +File "(.+)", line (\d+)', re.MULTILINE)
 MAX_DEFAULT_WORKERS = 32  # each may need 100 MB
 REWARD_WORKER = "slipstream.environments.reward_workers:RewardWorker"
 START_TIMEOUT_S = 600.0  # of a process, with the imports of the function's module
@@ -41,10 +43,16 @@ class ScoringError(UserError):
 
     @property
     def one_line(self) -> str:
-        """The error that the detail ends with: its text after the frames of a traceback."""
+        """The error that the detail ends with: its text after the frames of a traceback, and where it was raised."""
         lines = str(self).splitlines()
         frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
-        return " ".join(lines[frames[-1] + 1 if frames else 0 :]) or self.reason
+        return (" ".join(lines[frames[-1] + 1 if frames else 0 :]) or self.reason) + raised_at(str(self))
+
+
+def raised_at(detail: str) -> str:
+    """ " (FILE:LINE)" of the last frame of a traceback; empty without one."""
+    frames = FRAME.findall(detail)
+    return f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""
 
 
 class RewardRaised(ScoringError):

@@ -62,7 +62,7 @@ def advise(run: Run) -> Advice | None:
         return None
     gains = [
         (simulated_figures(other).tokens_per_s / now.tokens_per_s, text)
-        for text, other in changes(scenario, 0 if _on_cpu(run, config) else config.generator.engines_per_gpu)
+        for text, other in changes(scenario, 0 if on_cpu(run, config) else config.generator.engines_per_gpu)
         if _accepts(run, text)
     ]
     gain, change = max(gains, default=(1.0, ""))
@@ -106,7 +106,7 @@ def changes(scenario: Scenario, added: int) -> Iterator[tuple[str, Scenario]]:
         yield f"loop.max_lag = {lag}", replace(scenario, max_lag=lag)
 
 
-def _on_cpu(run: Run, config: Config) -> bool:
+def on_cpu(run: Run, config: Config) -> bool:
     """Whether the trainer has no GPU. Further engines and ranks would then take processor cores from the others."""
     return run.metrics[-1].get("train/max_memory_gb") == 0 and ":" not in config.trainer.kind
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from slipstream.observe.formatting import by_label, counts, duration, is_finite, number
+from slipstream.observe.formatting import by_label, counts, duration, is_finite, number, plural
 from slipstream.observe.health import RULES, WHILE_RUNNING, check
 from slipstream.observe.run_data import Record, Run
 from slipstream.observe.score import compare_scores
@@ -155,11 +155,12 @@ def faults(run: Run, found: Sequence[Record]) -> Iterator[str]:
     if not any(warning["detail"] for warning in found):
         yield from engines_lost(run)
     if restarts := last.get("train/restarts"):
-        yield f"the trainer restarted {restarts} times and lost {number(last.get('train/steps_lost'))} steps"
+        yield f"the trainer restarted {plural(restarts, 'time')} and lost {number(last.get('train/steps_lost'))} steps"
     if failures := last.get("rollout/failures"):
         yield f"{number(last.get('rollout/failed'))} rollouts failed: {counts(failures)}"
     if errors := last.get("reward/errors"):
-        yield f"the reward function raised: {counts(errors)}"
+        share = sum(errors.values()) / max(1, sum(errors.values()), last.get("rollout/generated") or 0)
+        yield f"the reward function raised: {counts(errors)} ({share:.0%} of the rewards)"
     if stale := last.get("rollout/dropped_stale"):
         yield f"{number(stale)} rollouts were dropped because they were too old"
     if skipped := last.get("train/skipped_steps"):

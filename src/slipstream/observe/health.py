@@ -166,15 +166,16 @@ def _no_signal(h: History) -> Measure:
     if filtered > 0 and trained > 0:
         with_signal *= trained / (trained + filtered)
     found = f"{1 - with_signal:.0%} of the groups have equal rewards and teach nothing"
-    return Measure(1 - with_signal, f"{found} (mean reward {number(h.mean('reward/mean'), 3)})")
+    raised = sum((h.last.get("reward/errors") or {}).values()) > 0.5 * (h.last.get("rollout/generated") or math.inf)
+    remedy = "Mend the reward function, which raised for most rollouts" if raised else ""
+    return Measure(1 - with_signal, f"{found} (mean reward {number(h.mean('reward/mean'), 3)})", remedy)
 
 
 def _stale(h: History) -> Measure:
     """Share of the rollouts that became too old to be trained on."""
     dropped, all_ = h.growth("rollout/dropped_stale", LONG), h.growth("rollout/generated", LONG)
-    share = dropped / max(all_, 1)
-    bound = f"loop.max_lag = {h.option('loop.max_lag')}"
-    return Measure(share, f"the lag is at its bound: {share:.0%} of the rollouts were dropped as older than {bound}")
+    share, found = dropped / max(all_, 1), "of the rollouts were dropped as older than loop.max_lag"
+    return Measure(share, f"the lag is at its bound: {share:.0%} {found} = {h.option('loop.max_lag')}")
 
 
 def _waits(h: History) -> tuple[float, float, str]:
@@ -395,6 +396,5 @@ def replay(metrics: Iterable[Record], evaluations: Sequence[Record], health: Hea
     """Add all records of a run to `health`. Returns the warnings that begin."""
     found = []
     for record in metrics:
-        step = record.get("step") or 0
-        found += health.step(record, [e for e in evaluations if (e.get("step") or 0) < step])
+        found += health.step(record, [e for e in evaluations if (e.get("step") or 0) < (record.get("step") or 0)])
     return found

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coro
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from slipstream.errors import UserError
 from slipstream.runtime.event_loop import new_event_loop
 
 TASK_END_S = 5.0  # after the end of the main task
@@ -64,8 +65,14 @@ async def finish_in_thread(function: Callable[..., Result], *arguments: Any) -> 
 def run_bounded(main: Coroutine[Any, Any, Result]) -> Result:
     """`asyncio.run`, which waits for `TASK_END_S` for other tasks that swallow their cancellation.
 
-    Raises `KeyboardInterrupt` if `main` was cancelled, as by Ctrl-C.
+    Raises `KeyboardInterrupt` if `main` was cancelled, as by Ctrl-C, and `UserError` in a running event loop.
     """
+    if asyncio._get_running_loop():
+        main.close()
+        raise UserError(
+            "Slipstream runs an event loop of its own, and one is running in this thread, as in a notebook; start the "
+            "run in another process (slipstream train), or in a thread: asyncio.to_thread(slipstream.train, config)"
+        )
     own: list[asyncio.Task[Any] | None] = []
 
     async def body() -> Result:

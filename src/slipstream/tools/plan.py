@@ -15,7 +15,7 @@ from rich.console import Console
 from slipstream.config.engine_args import serves_fp8
 from slipstream.config.loading import load_config
 from slipstream.config.schema import AUTO, Config, ConfigError, TrainerConfig
-from slipstream.observe.advice import SHAPE, advise, describe_figures, fit_run, run_config
+from slipstream.observe.advice import SHAPE, advise, describe_figures, fit_run, on_cpu, run_config
 from slipstream.observe.run_data import Run, load_run
 from slipstream.plan.calibration import Fit, scenario_of_run
 from slipstream.plan.choice import LAGS
@@ -136,6 +136,8 @@ def show_fit(run: Run, console: Console) -> Fit:
                 f"Warning: these rates do not explain the run ({error:.0%} off), so the figures below may err as much. "
                 "Give a longer run, alone on its machine."
             )
+        if on_cpu(run, run_config(run)):
+            console.print("Warning: the run's trainer had no GPU; the figures below are for GPUs as slow as its CPU.")
         if advice := advise(run):
             console.print(f"{advice}.")
     except ConfigError as error:
