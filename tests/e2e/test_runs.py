@@ -28,6 +28,7 @@ from work import save_model
 from slipstream.cli import main
 from slipstream.config.loading import load_config
 from slipstream.errors import RunError
+from slipstream.observe.figures import figures
 from slipstream.observe.run_data import load_run
 from slipstream.observe.timeline import length, timeline
 from slipstream.run import train as run_training
@@ -423,7 +424,9 @@ def test_a_broken_environment_costs_rollouts_or_stops_with_its_error(model: Path
     directory = tmp_path / "all"
     never = options(model, directory, environment__name=f"{tmp_path / 'broken.py'}:Always", **named)
     said = slipstream("train", tmp_path / "empty.toml", *never, status=1).stderr
-    assert re.search(r"\d+ rollouts of \d+ tasks in a row failed, the last with: RuntimeError", said)
+    why = r"\d+ rollouts of \d+ tasks in a row failed, the last with: RuntimeError"
+    assert re.search(why, said)
+    assert re.search(f"the run ended: {why}", figures(load_run(directory))["Faults"]), "its records say why"
     assert "never works" in said and f"slipstream train --resume {directory}" in said
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from slipstream.observe.events import CONTROLLER
 from slipstream.observe.formatting import by_label, counts, duration, is_finite, number, plural
 from slipstream.observe.health import RULES, WHILE_RUNNING, check
 from slipstream.observe.run_data import Record, Run
@@ -154,6 +155,8 @@ def faults(run: Run, found: Sequence[Record]) -> Iterator[str]:
     last: Mapping[str, Any] = run.metrics[-1] if run.metrics else {}
     if not any(warning["detail"] for warning in found):
         yield from engines_lost(run)
+    ends = {"kind": "fault", "track": CONTROLLER}
+    yield from (str(event.get("what")) for event in run.events if event.items() >= ends.items())
     if restarts := last.get("train/restarts"):
         yield f"the trainer restarted {plural(restarts, 'time')} and lost {number(last.get('train/steps_lost'))} steps"
     if failures := last.get("rollout/failures"):
