@@ -21,7 +21,14 @@ from slipstream.config.schema import Config
 from slipstream.controller.checkpoints import save_if_due, save_if_requested
 from slipstream.controller.control import serve_commands
 from slipstream.controller.evaluation import evaluate_if_due
-from slipstream.controller.finish import close, finish, report_file_errors, stop_generation, stop_on_signals
+from slipstream.controller.finish import (
+    close,
+    finish,
+    record_failure,
+    report_file_errors,
+    stop_generation,
+    stop_on_signals,
+)
 from slipstream.controller.metrics import record_step, record_trainer_time
 from slipstream.controller.publishing import enough_engines, publish
 from slipstream.controller.rollouts import admit_groups, take_groups
@@ -105,7 +112,8 @@ async def training_loop(run: RunContext) -> dict[str, Any]:
                         await train_steps(run)
                         return await finish(run)
                     except Exception as error:
-                        await restart_trainer(run, error)  # raises all other errors again
+                        with record_failure(run):
+                            await restart_trainer(run, error)  # raises all other errors again
 
 
 async def train_steps(run: RunContext) -> None:

@@ -253,7 +253,9 @@ def test_a_run_inside_an_event_loop_is_one_error() -> None:
         raise AssertionError
 
     async def notebook() -> None:
-        with pytest.raises(UserError, match="event loop of its own, and one is running in this thread"):
+        with pytest.raises(
+            UserError, match="a run can't start in a thread whose event loop is running, such as that of a notebook"
+        ):
             run_bounded(never())
 
     asyncio.run(notebook())

@@ -116,10 +116,12 @@ def test_generators_and_ranks_get_these_gpus(
 def test_added_engines_share_the_next_gpus_as_the_first_ones_do() -> None:
     pairs = place(config_of(*IN_PAIRS, "--generator.replicas=2"), 4)
     assert [gpus_of_engine(pairs, number, 4) for number in range(6)] == [(0,), (0,), (2,), (2,), (3,), (3,)]
+    assert [pairs.sharers((gpu,)) for gpu in range(4)] == [2, 1, 2, 2], "GPU 1 is the trainer's"
     with pytest.raises(ConfigError, match="there are GPUs for 6 engines of 1, not for 7"):
         gpus_of_engine(pairs, 6, 4)
     alone = place(config_of("--generator.replicas=2"), 5)
     assert [gpus_of_engine(alone, number, 5) for number in range(4)] == [(0,), (1,), (3,), (4,)]
+    assert [alone.sharers((gpu,)) for gpu in range(5)] == [1] * 5 and alone.sharers(()) == 1
 
 
 def test_options_that_need_a_gpu_are_named_without_one() -> None:

@@ -20,6 +20,7 @@ from slipstream.controller.engine_supervisor import close_cluster
 from slipstream.controller.evaluation import evaluate_run
 from slipstream.controller.publishing import publish_version, wait_published
 from slipstream.controller.run_context import RunContext
+from slipstream.environments.episode import first_error
 from slipstream.environments.load import close_environment
 from slipstream.errors import RunError
 from slipstream.model.tokenizer import save_tokenizer
@@ -146,6 +147,18 @@ def write_page(run: RunContext) -> None:
     except Exception as error:
         again = f"slipstream report {run.directory.path}"
         print(f"slipstream: warning: {path} was not written: {one_line(error)}; try: {again}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def record_failure(run: RunContext) -> Iterator[None]:
+    """Record why the run ends, if the body raises."""
+    try:
+        yield
+    except Exception as error:
+        cause = first_error(error)
+        why = (str(cause) or type(cause).__name__).splitlines()[0]
+        run.events.add("fault", CONTROLLER, what=f"the run ended: {why}")
+        raise
 
 
 async def close(run: RunContext) -> None:

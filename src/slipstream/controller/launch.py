@@ -175,21 +175,7 @@ async def start_generators(
         return await _connect_servers(config)
     kind = service or WORKER_CLASSES.get(config.generator.engine, config.generator.engine)
 
-    def new_process(number: int, config: Config) -> tuple[WorkerProcess, Start]:
-        role, log = f"generator {number}", directory / "logs" / f"generator_{number}.log"
-        gpus = gpus_of_engine(placement, number, assignable_gpus(config, number))
-        launcher = current_runtime().launcher(role, gpus)
-        process = WorkerProcess(role, log, launcher, link_environment(config), config.runtime)
-
-        async def start() -> None:
-            if gpus_free:
-                await process.launch(PRELOADS.get(kind, kind))  # so that it imports vLLM meanwhile
-                await gpus_free()
-            sharers = max(config.generator.engines_per_gpu, placement.sharers(gpus))
-            await process.start(EngineWorker, kind, config, log, sharers)
-
-        return process, start
-
+    new_process = partial(_engine_process, kind, directory, placement, gpus_free)
     ranks = config.generator.gpus_per_engine
     slots: int = config.generator.engine_args.get("max_num_seqs", config.generator.max_num_seqs)
 
@@ -203,6 +189,25 @@ async def start_generators(
         engine.started = True
         engine.serving.set()
     return GeneratorPool([engine for engine, _ in first], begin)
+
+
+def _engine_process(
+    kind: str, directory: Path, placement: Placement, gpus_free: Callable[[], Awaitable[object]] | None,
+    number: int, config: Config,
+) -> tuple[WorkerProcess, Start]:  # fmt: skip
+    """The process of an engine, and what starts it."""
+    role, log = f"generator {number}", directory / "logs" / f"generator_{number}.log"
+    gpus = gpus_of_engine(placement, number, assignable_gpus(config, number))
+    launcher = current_runtime().launcher(role, gpus)
+    process = WorkerProcess(role, log, launcher, link_environment(config), config.runtime)
+
+    async def start() -> None:
+        if gpus_free:
+            await process.launch(PRELOADS.get(kind, kind))  # so that it imports vLLM meanwhile
+            await gpus_free()
+        await process.start(EngineWorker, kind, config, log, placement.sharers(gpus))
+
+    return process, start
 
 
 async def _connect_servers(config: Config) -> GeneratorPool:

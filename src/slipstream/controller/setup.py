@@ -29,7 +29,7 @@ from slipstream.controller.publishing import record_publish, refresh_teacher
 from slipstream.controller.rollouts import report_slow_episodes
 from slipstream.controller.run_context import RunContext
 from slipstream.controller.trackers import TrackerProcess
-from slipstream.environments.episode import episode_slots, first_error
+from slipstream.environments.episode import episode_slots
 from slipstream.environments.prompts import describe, find_overlong_prompts
 from slipstream.errors import RunError
 from slipstream.model.device import pick_device
@@ -341,9 +341,6 @@ async def restart_trainer(run: RunContext, error: Exception) -> None:
     failure: WorkerDied | WorkerError | PublishError | None = trainer_death(run, error)
     limit = run.config.runtime.max_restarts
     if failure is None or not limit:
-        cause = first_error(error)
-        why = (str(cause) or type(cause).__name__).splitlines()[0]
-        run.events.add("fault", CONTROLLER, what=f"the run ended: {why}")
         raise error
     dead = next(rank.name for rank in run.cluster.trainer_ranks if rank.dead)
     run.events.add("fault", dead, died_at, what=describe_death(failure))

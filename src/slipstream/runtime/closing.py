@@ -70,8 +70,8 @@ def run_bounded(main: Coroutine[Any, Any, Result]) -> Result:
     if asyncio._get_running_loop():
         main.close()
         raise UserError(
-            "Slipstream runs an event loop of its own, and one is running in this thread, as in a notebook; start the "
-            "run in another process (slipstream train), or in a thread: asyncio.to_thread(slipstream.train, config)"
+            "a run can't start in a thread whose event loop is running, such as that of a notebook; start it in "
+            "another process (slipstream train), or in another thread: asyncio.to_thread(slipstream.train, config)"
         )
     own: list[asyncio.Task[Any] | None] = []
 

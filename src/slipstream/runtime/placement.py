@@ -19,8 +19,6 @@ from slipstream.model.inspection import model_type
 RESTARTED = ("bloom", "falcon_h1", "gpt2", "gpt_neox")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 FAST_NETWORK = 1.25e9  # bytes/s, 10 Gbit/s: above, all weights by `nccl` arrive about as soon as changes by `delta`
-
-
 GPU_OPTIONS = ("generator.engines_per_gpu", "trainer.offload_optimizer")  # have no effect without a GPU
 
 
@@ -50,9 +48,18 @@ class Placement:
         taken = [gpu for gpus in self.generators for gpu in gpus]
         return len(set(taken)) < len(taken)
 
+    @property
+    def engines_per_gpu(self) -> int:
+        """Number of generators on the GPUs of the first one."""
+        return self.generators.count(self.generators[0])
+
     def sharers(self, gpus: Iterable[int]) -> int:
-        """Largest number of generators and trainer ranks that share one of these GPUs; 1 without a GPU."""
-        return max((sum(gpu in used for used in (*self.generators, self.trainer)) for gpu in gpus), default=1)
+        """Largest number of generators and trainer ranks that share one of these GPUs; 1 without a GPU.
+
+        GPUs outside the placement are those of generators that are added later.
+        """
+        users = (*self.generators, self.trainer)
+        return max((sum(gpu in used for used in users) or self.engines_per_gpu for gpu in gpus), default=1)
 
 
 def gpus_of_engine(placement: Placement, number: int, gpus: int) -> tuple[int, ...]:
@@ -64,10 +71,10 @@ def gpus_of_engine(placement: Placement, number: int, gpus: int) -> tuple[int, .
     if number < len(planned):
         return planned[number]
     used = {gpu for taken in (*planned, placement.trainer) for gpu in taken}
-    free, each, sharing = [gpu for gpu in range(gpus) if gpu not in used], len(planned[0]), planned.count(planned[0])
-    start = (number - len(planned)) // sharing * each
+    free, each = [gpu for gpu in range(gpus) if gpu not in used], len(planned[0])
+    start = (number - len(planned)) // placement.engines_per_gpu * each
     if start + each > len(free):
-        most = len(planned) + len(free) // max(1, each) * sharing
+        most = len(planned) + len(free) // each * placement.engines_per_gpu
         raise ConfigError(f"there are GPUs for {most} engines of {each}, not for {number + 1}")
     return tuple(free[start : start + each])
 

@@ -198,7 +198,7 @@ def lock(path: Path, mode: str = "w") -> IO[str]:
 def scratch_directory(command: str) -> Iterator[Path]:
     """A temporary directory for a command without a run. After an exception, which may name a log, its `logs` stay.
 
-    Also removes directories that killed processes of this user and `command` left: nobody holds their locks.
+    Also removes the directories of this user and `command` whose process was killed: their locks are free.
     """
     prefix = f"slipstream-{command}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):

@@ -120,7 +120,7 @@ class Stream:
             self._wait(lambda: False)
 
     def frames(self, start: int = 0) -> Iterator[bytes]:
-        """All frames from number `start` on. Waits for those that are not added yet."""
+        """Yield the frames from number `start` to the last. Blocks until the next one is added."""
         while (frame := self._frame(start)) is not None:
             yield frame
             start += 1

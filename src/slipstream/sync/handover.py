@@ -178,7 +178,7 @@ class HandoverReceiver(Receiver):
         self._shards = shards
 
     def prepare(self, handle: PublishHandle) -> dict[str, Tensor]:
-        """Copy all buckets into the served weights. Returns an empty dict: nothing is left to swap."""
+        """Copy all buckets into the served weights. Returns an empty dict, since the swap copies nothing."""
         try:
             for number, (start, _, names) in enumerate(self._layout.buckets(BUCKET)):
                 self._copy(STEP.pack(handle["version"], number), number, start, names)

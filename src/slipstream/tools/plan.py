@@ -128,15 +128,15 @@ def default_lags(config: Config | None) -> tuple[int, ...]:
 def show_fit(run: Run, console: Console) -> Fit:
     """Fit the rates to a run, and print the fit, its error, and the advice for that run. Raises `ConfigError`."""
     try:
-        found = fit_run(run)
-        simulated = simulated_figures(scenario_of_run(found, run_config(run), SHAPE))
+        found, config = fit_run(run), run_config(run)
+        simulated = simulated_figures(scenario_of_run(found, config, SHAPE))
         console.print(f"{run.name}: {found.describe()}\n{describe_figures(found, simulated)}")
         if (error := abs(simulated.tokens_per_s / found.tokens_per_s - 1)) > FIT_ERROR:
             console.print(
                 f"Warning: these rates do not explain the run ({error:.0%} off), so the figures below may err as much. "
                 "Give a longer run, alone on its machine."
             )
-        if on_cpu(run, run_config(run)):
+        if on_cpu(run, config):
             console.print("Warning: the run's trainer had no GPU; the figures below are for GPUs as slow as its CPU.")
         if advice := advise(run):
             console.print(f"{advice}.")
