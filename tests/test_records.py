@@ -66,6 +66,8 @@ def script(path: Path, arguments: list[str]) -> None:
         load_config(module.EXAMPLE, flags)
     elif path.stem == "vllm_core":
         module.configure(options, flags)
+    elif path.stem in ("vllm_scheduler", "vllm_step"):
+        module.configure(options, "m", flags)
     elif path.stem == "publish_gpu":
         for link in options.links:
             module.configure(Path("m"), link, options, flags)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from slipstream.generators.vllm.engine import VllmEngine
-from slipstream.generators.vllm.scheduler import CHUNK, BuffersOutputs, OutputBuffer, StepLogprobs
+from slipstream.generators.vllm.scheduler import CHUNK, DEFERRED, BuffersOutputs, OutputBuffer, StepLogprobs
 from slipstream.rollout import Completion, Sampling
 from tests.conftest import save_model
 from tests.generators.vllm.test_engine import config_of
@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 VLLMS_OWN = "vllm.v1.core.sched.scheduler.Scheduler"
+DEFERRING = f"{__name__}.create_deferring_scheduler"
 TOKENS = CHUNK + 40
 KINDS = (  # of one batch: a step then has log-probabilities of 6 tokens for each sequence
     Sampling(max_tokens=TOKENS, ignore_eos=True, seed=1),
@@ -33,6 +34,7 @@ KINDS = (  # of one batch: a step then has log-probabilities of 6 tokens for eac
     Sampling(max_tokens=1, seed=3),
     Sampling(max_tokens=TOKENS, ignore_eos=True, seed=4, record_logprobs=False),
     Sampling(max_tokens=TOKENS, seed=5, stop_strings=("7",)),
+    Sampling(max_tokens=TOKENS, seed=6, stop_tokens=(22,)),
 )
 
 
@@ -71,11 +73,19 @@ def completions(engine: VllmEngine) -> dict[Any, Completion]:
     return found
 
 
+def create_deferring_scheduler(**arguments: Any) -> Any:
+    """The scheduler of a GPU: vLLM on a CPU would not choose the asynchronous one."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    return type("Deferring", (BuffersOutputs, AsyncScheduler), {})(**arguments)
+
+
 @pytest.mark.parametrize("flags", [(), SCARCE])
-def test_completions_are_those_of_vllms_own_scheduler(flags: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheduler", ["", DEFERRING])
+def test_completions_are_those_of_vllms_own_scheduler(scheduler: str, flags: tuple[str, ...], tmp_path: Path) -> None:
     """Also if sequences fill several blocks of the KV cache, and vLLM preempts some for others."""
     save_model(model := tmp_path / "model", head_dim=32)
-    engine = engine_of(model, *flags)
+    engine = engine_of(model, *flags, scheduler=scheduler)
     preempted = preemptions(engine)
     ours = completions(engine)
     assert not buffers_of(engine) and bool(preempted) == bool(flags)
@@ -84,7 +94,7 @@ def test_completions_are_those_of_vllms_own_scheduler(flags: tuple[str, ...], tm
     for _ in range(4):
         engine.step()
     [buffer] = buffers_of(engine).values()
-    assert len(buffer.tokens) > 1
+    assert len(buffer.tokens) > 1 and bool(buffer.deferred) == bool(scheduler)
     engine.abort("aborted")
     engine.step()
     assert not buffers_of(engine)
@@ -93,6 +103,7 @@ def test_completions_are_those_of_vllms_own_scheduler(flags: tuple[str, ...], tm
     engine = engine_of(model, *flags, scheduler=VLLMS_OWN)
     theirs = completions(engine)
     assert len(ours) == len(KINDS) and len(ours[0].token_ids) == TOKENS
+    assert ours[5].finish_reason == "stop" and DEFERRED < len(ours[5].token_ids) < TOKENS
     for number, wanted in theirs.items():
         got = ours[number]
         assert got.token_ids == wanted.token_ids and got.finish_reason == wanted.finish_reason

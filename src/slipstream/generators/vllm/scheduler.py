@@ -4,12 +4,18 @@ For each token, vLLM's core sends a message with the log-probability as three ar
 on. A generator needs only whole sequences, so the core buffers the tokens, and reports a sequence once at its end.
 Requests that ask for tokens before the end get them from vLLM as usual. The KV-cache manager is called only for tokens
 that begin or complete a block.
+
+vLLM's bookkeeping of a sampled token is deferred: `Request` gets the tokens of up to `DEFERRED` steps at once. vLLM's
+asynchronous scheduler already schedules the next token of a sequence before it knows the last one. It counts unknown
+tokens as placeholders, so that more of them change nothing that it schedules.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -18,6 +24,15 @@ from numpy.typing import NDArray
 # Steps after which the routing of a sequence is joined: each part is a view that keeps the array of a whole step in
 # memory. Each step joins that of one sequence in `CHUNK`: hundreds of joins in one step would delay the next one.
 CHUNK = 64
+DEFERRED = 16  # steps of which vLLM gets a sequence's tokens at once
+# Attributes of vLLM's scheduler, in one version or another, for features that read each token in its step.
+TOKEN_READERS = (
+    "num_spec_tokens",
+    "connector",
+    "aux_output_connector",
+    "enable_return_routed_experts",
+    "return_sampling_mask",
+)
 
 
 class StepLogprobs:
@@ -72,25 +87,30 @@ class OutputBuffer:
     """Outputs of one sequence in flight: tokens, log-probabilities and, of a mixture of experts, the routing.
 
     vLLM returns as many log-probabilities a token as any sequence of the step has asked for. `width` is the number that
-    this sequence has asked for (None: all).
+    this sequence has asked for (None: all). vLLM does not know the last `deferred` tokens yet. It has to know at once a
+    token in `stops`, and all tokens from number `defer_until` on.
     """
 
-    def __init__(self, width: int | None) -> None:
+    def __init__(self, width: int | None, defer_until: int = 0, stops: Container[int] = (), phase: int = 0) -> None:
         self.tokens: list[int] = []
+        self.deferred = 0
+        self.preempted = False
         self._width = width
+        self._defer_until, self._stops, self._phase = defer_until, stops, phase
         self._logprobs: SequenceLogprobs | None = None
         self._experts: list[NDArray[Any]] = []
         self._prefill_stats: Any = None
         self._events: list[Any] = []  # for vLLM's statistics, which `generator.engine_args` can enable
 
     def append(self, output: Any, step: StepLogprobs | None) -> None:
-        """Append the tokens of an `EngineCoreOutput` of a step."""
-        self.tokens += output.new_token_ids
+        """Append the tokens of an `EngineCoreOutput` of a step, without those that were deferred."""
+        tokens, self.deferred = output.new_token_ids[self.deferred :], 0
+        self.tokens += tokens
         self._prefill_stats = self._prefill_stats or output.prefill_stats
         self._events += output.events or ()
         if step and output.new_logprobs:
             self._logprobs = self._logprobs or SequenceLogprobs(step, self._width)
-            for row in step.rows(*output.new_logprobs):
+            for row in step.rows(output.new_logprobs[0], len(tokens)):
                 self._logprobs.append(step, row)
         if output.routed_experts is not None:
             self._experts.append(output.routed_experts)
@@ -104,6 +124,19 @@ class OutputBuffer:
         output.prefill_stats = self._prefill_stats
         output.events = self._events or None
 
+    def defer(self, sampled: list[int], step: StepLogprobs | None, row: int) -> bool:
+        """Append a token that vLLM need not know yet. Returns False, and appends none, if vLLM has to know it now."""
+        number = len(self.tokens)
+        if number >= self._defer_until or not (number + self._phase) % DEFERRED:
+            return False
+        if len(sampled) != 1 or sampled[0] in self._stops:
+            return False
+        self.tokens += sampled
+        self.deferred += 1
+        if step and self._logprobs:
+            self._logprobs.append(step, row)
+        return True
+
     def join(self) -> None:
         """Copy the routing so far out of the arrays of whole steps."""
         if len(self._experts) > 1:
@@ -115,10 +148,13 @@ class BuffersOutputs:
 
     requests: dict[str, Any]  # vLLM's, by name
     kv_cache_manager: Any
+    max_model_len: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.buffers: dict[str, OutputBuffer] = {}  # by name of the request; those to join next come first
+        self.defers = can_defer(self)
+        self._phases = itertools.cycle(range(DEFERRED))  # so that few sequences end their deferral in the same step
         skip_needless_allocations(self.kv_cache_manager)
 
     def update_from_output(self, scheduled: Any, results: Any) -> dict[int, Any]:
@@ -127,6 +163,8 @@ class BuffersOutputs:
         step = StepLogprobs(results.logprobs) if results.logprobs and len(results.logprobs.logprobs) else None
         if step:
             results.logprobs = step
+        if self.defers:
+            scheduled = self._defer(scheduled, results, step)
         messages: dict[int, Any] = super().update_from_output(scheduled, results)  # type: ignore[misc]
         for message in messages.values():
             message.outputs = [output for output in message.outputs if not self._buffer(output, step)]
@@ -135,28 +173,78 @@ class BuffersOutputs:
             buffer.join()
         return messages
 
+    def _defer(self, scheduled: Any, results: Any, step: StepLogprobs | None) -> Any:
+        """What was scheduled, without sequences whose token is deferred. Others get their earlier deferred tokens."""
+        numbers: dict[str, int] = {}
+        rows, tokens = results.req_id_to_index, results.sampled_token_ids
+        for name, number in scheduled.num_scheduled_tokens.items():
+            if buffer := self.buffers.get(name):
+                row = rows[name]
+                if buffer.preempted:
+                    buffer.preempted = not _runs_again(self.requests[name])
+                elif number == 1 and buffer.defer(tokens[row], step, row):
+                    continue
+                elif buffer.deferred:
+                    tokens[row] = [*buffer.tokens[-buffer.deferred :], *tokens[row]]
+            numbers[name] = number + (buffer.deferred if buffer else 0)
+        return dataclasses.replace(scheduled, num_scheduled_tokens=numbers)
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        """Preempt a request, after vLLM gets all tokens of it."""
+        if buffer := self.buffers.get(request.request_id):
+            if buffer.deferred:
+                if hasattr(request, "num_in_flight_tokens"):  # not in vLLM 0.25
+                    request.num_in_flight_tokens -= buffer.deferred
+                self._update_request_with_output(request, buffer.tokens[-buffer.deferred :])  # type: ignore[attr-defined]
+            buffer.deferred, buffer.preempted = 0, True
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Abort requests, and discard their buffers."""
         finished = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
         self.buffers = {name: buffer for name, buffer in self.buffers.items() if name in self.requests}
         return finished
 
+    def _new_buffer(self, request: Any) -> OutputBuffer:
+        """A buffer for a request. The last tokens are not deferred: vLLM schedules none beyond the limit."""
+        sampling = request.sampling_params
+        width = None if sampling.num_logprobs in (None, -1) else sampling.num_logprobs + 1
+        if not self.defers or request.use_structured_output or sampling.repetition_detection:
+            return OutputBuffer(width)
+        limit = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
+        stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())}
+        return OutputBuffer(width, limit - 2 * DEFERRED, stops, next(self._phases))
+
     def _buffer(self, output: Any, step: StepLogprobs | None) -> bool:
         """Buffer an output of a sequence in flight, and complete the last one. Returns whether it is buffered."""
         name, ended = output.request_id, output.finish_reason is not None
         if name not in self.buffers:
-            sampling = None if ended else self.requests[name].sampling_params
-            if not sampling or not _wants_only_the_end(sampling):
+            request = None if ended else self.requests[name]
+            if not request or not request.sampling_params or not _wants_only_the_end(request.sampling_params):
                 if step and output.new_logprobs:
                     output.new_logprobs = step.lists.slice_request(*output.new_logprobs)
                 return False
-            wanted = sampling.num_logprobs
-            self.buffers[name] = OutputBuffer(None if wanted in (None, -1) else wanted + 1)
+            self.buffers[name] = self._new_buffer(request)
         if ended:
             self.buffers.pop(name).complete(output, step)
         else:
             self.buffers[name].append(output, step)
         return not ended
+
+
+def can_defer(scheduler: Any) -> bool:
+    """Whether nothing that vLLM does in this engine needs each token at once."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    return isinstance(scheduler, AsyncScheduler) and not any(getattr(scheduler, name, None) for name in TOKEN_READERS)
+
+
+def _runs_again(request: Any) -> bool:
+    """Whether a request that was preempted runs, and no token that was in flight then is to come."""
+    from vllm.v1.request import RequestStatus
+
+    stale = getattr(request, "num_stale_output_tokens", 0) or getattr(request, "async_tokens_to_discard", 0)
+    return request.status == RequestStatus.RUNNING and not stale
 
 
 def skip_needless_allocations(manager: Any) -> None:
