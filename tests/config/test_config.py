@@ -23,8 +23,6 @@ from slipstream.config.schema import SECTIONS, ConfigError
 
 MINIMAL = '[model]\npath = "m"\n[environment]\nname = "addition"\n'
 
-IN_PAIRS = ["--generator.engines_per_gpu=2"]
-
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
@@ -200,19 +198,7 @@ def test_every_option_is_documented_once() -> None:
             'which is trainer.parallel = "ddp"',
         ),
         (["--sync.link=single_copy", "--model.dtype=bfloat16", "--trainer.ranks=2"], "needs trainer.ranks = 1"),
-        (
-            [*IN_PAIRS, "--generator.replicas=4", "--sync.link=single_copy", "--model.dtype=bfloat16"],
-            "with generator.replicas = 4 needs trainer.ranks = 2",
-        ),
-        ([*IN_PAIRS, "--generator.replicas=2", "--loop.max_lag=auto"], 'loop.max_lag = "auto"; give a number'),
-        ([*IN_PAIRS, "--generator.replicas=3"], "engines_per_gpu = 2 must divide generator.replicas = 3"),
-        ([*IN_PAIRS, "--generator.replicas=auto"], 'generator.replicas = "auto"; give a number'),
-        ([*IN_PAIRS, "--generator.replicas=2", "--generator.device=cuda:0"], "which is the device of all engines"),
-        (
-            [*IN_PAIRS, "--generator.replicas=2", "--sync.placement=colocated", "--sync.in_flight=retry"],
-            "most of a GPU",
-        ),
-        ([*IN_PAIRS, "--generator.replicas=2", "--runtime.kind=ray"], "gives each engine its own GPUs"),
+        (["--sync.link=single_copy", "--generator.replicas=auto"], 'generator.replicas = "auto"; give a number'),
         (["--sync.link=single_copy", "--model.dtype=bfloat16", "--generator.replicas=2"], "needs trainer.ranks = 2"),
         (
             [

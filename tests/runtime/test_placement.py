@@ -17,7 +17,6 @@ STAGES = ["--generator.engine_args.pipeline_parallel_size=2"]
 SERVER = ["--generator.servers=['http://far:1']", "--sync.link=checkpoint"]
 LOCAL = ["--generator.servers=['http://localhost:1', 'http://localhost:2']", "--sync.link=nccl"]
 QUANTIZED = ["--generator.engine=vllm", "--generator.engine_args.quantization=fp8_per_channel"]
-IN_PAIRS = ["--generator.engines_per_gpu=2"]
 IN_TURNS = ["--sync.placement=colocated", "--sync.in_flight=retry"]
 
 
@@ -51,18 +50,6 @@ def test_engines_are_restarted_if_no_link_can_write_their_layout(
         (["--generator.tensor_parallel_size=2"], 4, ((0, 1),), (2,)),
         (["--generator.replicas=2", "--generator.tensor_parallel_size=2"], 8, ((0, 1), (2, 3)), (4,)),
         ([*STAGES, "--generator.replicas=2"], 8, ((0, 1), (2, 3)), (4,)),
-        ([*IN_PAIRS, "--generator.replicas=2"], 2, ((0,), (0,)), (1,)),
-        ([*IN_PAIRS, "--generator.replicas=4", "--trainer.ranks=2"], 4, ((0,), (0,), (1,), (1,)), (2, 3)),
-        ([*IN_PAIRS, *STAGES, "--generator.replicas=2"], 3, ((0, 1), (0, 1)), (2,)),
-        ([*IN_PAIRS, "--generator.replicas=2"], 0, ((), ()), ()),
-        ([*IN_PAIRS, "--generator.replicas=2"], 1, ((0,), (0,)), (0,)),
-        ([*IN_PAIRS, *SINGLE_COPY, "--generator.replicas=2"], 1, ((0,), (0,)), (0,)),
-        (
-            [*IN_PAIRS, *SINGLE_COPY, "--generator.replicas=4", "--trainer.ranks=2", "--trainer.parallel=ddp"],
-            2,
-            ((0,), (0,), (1,), (1,)),
-            (0, 1),
-        ),
         ([*STAGES, "--generator.tensor_parallel_size=2"], 8, ((0, 1, 2, 3),), (4,)),
         (STAGES, 0, ((),), ()),
         (["--trainer.ranks=4", "--generator.replicas=2"], 8, ((0,), (1,)), (2, 3, 4, 5)),
@@ -108,25 +95,21 @@ def test_generators_and_ranks_get_these_gpus(
 ) -> None:
     found = place(config_of(*flags), gpus)
     assert (found.generators, found.trainer) == (generators, trainer)
-    taken = [gpu for each in generators for gpu in each]
-    assert found.shared == bool(set(taken) & set(trainer))
-    assert found.engines_share == any(taken.count(gpu) > 1 for gpu in taken)
+    taken = [*trainer, *(gpu for each in generators for gpu in each)]
+    assert found.shared == any(taken.count(gpu) > 1 for gpu in taken)
 
 
-def test_added_engines_share_the_next_gpus_as_the_first_ones_do() -> None:
-    pairs = place(config_of(*IN_PAIRS, "--generator.replicas=2"), 4)
-    assert [gpus_of_engine(pairs, number, 4) for number in range(6)] == [(0,), (0,), (2,), (2,), (3,), (3,)]
-    assert [pairs.sharers((gpu,)) for gpu in range(4)] == [2, 1, 2, 2], "GPU 1 is the trainer's"
-    with pytest.raises(ConfigError, match="there are GPUs for 6 engines of 1, not for 7"):
-        gpus_of_engine(pairs, 6, 4)
-    alone = place(config_of("--generator.replicas=2"), 5)
-    assert [gpus_of_engine(alone, number, 5) for number in range(4)] == [(0,), (1,), (3,), (4,)]
-    assert [alone.sharers((gpu,)) for gpu in range(5)] == [1] * 5 and alone.sharers(()) == 1
+def test_added_engines_get_the_next_free_gpus_alone() -> None:
+    planned = place(config_of("--generator.replicas=2"), 5)
+    assert [gpus_of_engine(planned, number, 5) for number in range(4)] == [(0,), (1,), (3,), (4,)]
+    assert [planned.sharers((gpu,)) for gpu in range(5)] == [1] * 5 and planned.sharers(()) == 1
+    with pytest.raises(ConfigError, match="there are GPUs for 4 engines of 1, not for 5"):
+        gpus_of_engine(planned, 4, 5)
 
 
 def test_options_that_need_a_gpu_are_named_without_one() -> None:
-    config = config_of(*IN_PAIRS, "--generator.replicas=2", "--trainer.offload_optimizer=true")
-    assert idle_options(config, 0) == ["generator.engines_per_gpu", "trainer.offload_optimizer"]
+    config = config_of("--trainer.offload_optimizer=true")
+    assert idle_options(config, 0) == ["trainer.offload_optimizer"]
     assert not idle_options(config, 2) and not idle_options(config_of(), 0)
 
 
@@ -147,11 +130,8 @@ SERVERS = ["--generator.servers=['http://localhost:1', 'http://127.0.0.1:2']"]
         (["--generator.engine=mine:Mine"], 2, "shared"),
         (["--trainer.kind=mine:Mine"], 2, "shared"),
         (["--generator.replicas=3", "--trainer.ranks=4"], 8, "nccl"),
-        (["--generator.replicas=2", "--generator.device=cuda:0"], 4, "nccl"),
+        (["--generator.replicas=2", "--generator.device=cuda:0"], 4, "shared"),
         (["--generator.replicas=2"], 1, "shared"),
-        ([*IN_PAIRS, "--generator.replicas=2"], 2, "nccl"),
-        ([*IN_PAIRS, "--generator.replicas=2"], 1, "single_copy"),
-        ([*IN_PAIRS, "--generator.replicas=4"], 1, "shared"),
         (OWN_GPUS, 4, "nccl"),
         (ONE_GPU, 4, "single_copy"),
         (["--trainer.device=cpu"], 2, "shared"),
@@ -200,13 +180,11 @@ def test_auto_chooses_the_link_by_engine_adapters_and_placement(
         (["--trainer.ranks=4"], 4, "trainer.ranks = 4 need 5 GPUs, but there are 4"),
         (["--trainer.ranks=2"], 1, "trainer.ranks = 2, but there are 1 GPUs"),
         (["--sync.link=nccl"], 1, "can't connect a GPU with itself"),
-        (["--sync.link=nccl", *IN_PAIRS, "--generator.replicas=2"], 1, "can't connect a GPU with itself"),
         (
-            ["--sync.link=nccl_direct", "--generator.replicas=2", "--generator.device=cuda:0"],
+            ["--sync.link=nccl", "--generator.replicas=2", "--generator.device=cuda:0"],
             4,
-            "can't serve several engines on a GPU",
+            "can't connect a GPU with itself",
         ),
-        ([*IN_PAIRS, "--generator.replicas=4"], 2, "= 4 with .* need 3 GPUs, but there are 2"),
         ([*SERVER, "--trainer.ranks=9"], 8, "trainer.ranks = 9, but there are 8 GPUs"),
         (
             ["--generator.device=cuda:1", "--generator.tensor_parallel_size=2", "--trainer.device=cuda:0"],

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,8 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import slipstream
 from slipstream.config.loading import load_config
@@ -32,7 +29,7 @@ from slipstream.errors import InvalidInput
 from slipstream.generators.served_weights import ServedWeights, local_shards
 from slipstream.model.inspection import trained_parameters
 from slipstream.runtime.addresses import ADDRESS
-from slipstream.sync import adapters, frames, nccl, nccl_direct, shared
+from slipstream.sync import adapters, frames, nccl_direct, shared
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import ParameterShard, PublishHandle, find_link
 from slipstream.trainers.master_weights import compute_on
@@ -114,54 +111,6 @@ def test_engines_see_no_update_before_its_publish(link: str, tmp_path: Path) -> 
         pair.receiver.apply()
         pair.sender.release(handle)
     pair.sender.close()
-
-
-@given(st.lists(st.sampled_from(["", "a", "b", "c"])))
-def test_no_group_has_a_gpu_twice(gpus: list[str]) -> None:
-    """Receivers without a GPU are all in the first group; there are as many groups as receivers on one GPU."""
-    found = nccl.split_by_gpu(gpus)
-    for group in {group for group, _ in found}:
-        members = [(gpu, rank) for gpu, (own, rank) in zip(gpus, found, strict=True) if own == group]
-        assert [rank for _, rank in members] == list(range(1, len(members) + 1))
-        named = [gpu for gpu, _ in members if gpu]
-        assert len(named) == len(set(named))
-    most = max((gpus.count(gpu) for gpu in gpus if gpu), default=1)
-    assert {group for group, _ in found} == (set(range(most)) if gpus else set())
-    assert all(group == 0 for gpu, (group, _) in zip(gpus, found, strict=True) if not gpu)
-
-
-def test_engines_that_share_a_gpu_are_in_different_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of three receivers are on one GPU: each gets each version, by a broadcast of its group."""
-    gpus, join = ("a", "b", "a"), nccl.join
-    joined: list[tuple[str, int, int]] = []  # GPU, rank and size of the group
-
-    def gpu_of_thread(device: object = None) -> str:
-        return threading.current_thread().name.partition("_")[0]
-
-    def recorded(store: Any, rank: int, ranks: int, *others: Any, **options: Any) -> Any:
-        joined.append((gpu_of_thread(), rank, ranks))
-        return join(store, rank, ranks, *others, **options)
-
-    monkeypatch.setattr(nccl, "join", recorded)
-    monkeypatch.setattr(nccl, "gpu_id", gpu_of_thread)
-    weights = trained_parameters(build_model("qwen3", seed=1))
-    sender = nccl.NcclSender(weights, config_of(torch.float32), tmp_path, len(gpus))
-    info = sender.connection_info()
-    receivers = [nccl.NcclReceiver(info, info["shapes"], rank, DEVICE) for rank in (1, 2, 3)]
-    for version in (1, 2):
-        for weight in weights.values():
-            weight.data.add_(version)
-        handle = sender.stage(version)
-        with contextlib.ExitStack() as ends:
-            pools = [ends.enter_context(ThreadPoolExecutor(1, thread_name_prefix=gpu)) for gpu in gpus]
-            calls = [pool.submit(receiver.prepare, handle) for pool, receiver in zip(pools, receivers, strict=True)]
-            sender.send(handle)
-            for call in calls:
-                received = call.result()
-                assert all(torch.equal(received[name], weight) for name, weight in weights.items())
-    assert sorted(joined) == [("MainThread", 0, 2), ("MainThread", 0, 3), ("a", 1, 2), ("a", 1, 3), ("b", 2, 3)]
-    for end in (*receivers, sender):
-        end.close()
 
 
 def test_shared_link_shares_memory(tmp_path: Path) -> None:

@@ -184,19 +184,6 @@ CHECKS: tuple[Check, ...] = (
      f"{{generator.replicas}} are more engines than a run can start; give at most {MAX_WORKERS}"),
     (lambda c: c.generator.min_replicas > c.generator.replicas,
      "{generator.min_replicas} engines can't be alive of {generator.replicas}; lower the one or raise the other"),
-    (lambda c: c.generator.replicas != AUTO and c.generator.replicas % c.generator.engines_per_gpu,
-     "{generator.engines_per_gpu} must divide {generator.replicas}; change one of them"),
-    *_conflicts(
-        lambda c: c.generator.engines_per_gpu > 1, "{generator.engines_per_gpu}",
-        (lambda c: c.generator.replicas == AUTO, "{generator.replicas}", "give a number"),
-        (lambda c: c.loop.max_lag == AUTO, "{loop.max_lag}", "give a number"),
-        (lambda c: c.generator.device != "auto", "{generator.device}, which is the device of all engines",
-         "leave one of them out"),
-        (lambda c: c.sync.placement == "colocated", "{sync.placement}, where an engine takes most of a GPU",
-         "leave it out"),
-        (lambda c: c.sync.link == "nccl_direct", "{sync.link}, which has one engine on a GPU", 'use "nccl"'),
-        (lambda c: c.runtime.kind == "ray", "{runtime.kind}, which gives each engine its own GPUs", "leave it out"),
-    ),
     (lambda c: c.sync.link == "lora" and not c.serves_adapters,
      '{sync.link} is for lora.rank above 0 with generator.engine = "vllm", not for {lora.rank} with '
      "\"{=generator.engine}\"; leave sync.link out"),
@@ -278,9 +265,8 @@ CHECKS: tuple[Check, ...] = (
         (lambda c: c.sync.placement == "colocated", "{sync.placement}", 'use "disaggregated"'),
     ),
     (lambda c: c.sync.link == "single_copy" and c.generator.tensor_parallel_size == 1
-     and (c.trainer.ranks * c.generator.engines_per_gpu != c.generator.replicas
-          or (c.trainer.ranks > 1 and c.trainer.parallel != "ddp")),
-     "{sync.link} with {generator.replicas} needs trainer.ranks = {=generator.engine_groups} and, with several, "
+     and (c.trainer.ranks != c.generator.replicas or (c.trainer.ranks > 1 and c.trainer.parallel != "ddp")),
+     "{sync.link} with {generator.replicas} needs trainer.ranks = {=generator.replicas} and, with several, "
      'trainer.parallel = "ddp": each rank computes on the weights of the engine on its GPU'),
     (lambda c: c.sync.link == "single_copy" and c.generator.tensor_parallel_size > 1
      and (c.trainer.ranks != c.generator.tensor_parallel_size or c.trainer.parallel != "tensor"),
@@ -322,7 +308,7 @@ CHECKS: tuple[Check, ...] = (
          "name each once"),
         *((lambda c, n=n: is_changed(c, n), n, "give it to `vllm serve` instead")
           for n in ("generator.tensor_parallel_size", "generator.gpu_memory_utilization", "generator.engine_args",
-                    "generator.engines_per_gpu", "generator.max_num_seqs", "generator.device", "generator.threads")),
+                    "generator.max_num_seqs", "generator.device", "generator.threads")),
         (lambda c: is_changed(c, "generator.max_restarts"), "generator.max_restarts: the run does not start them",
          "leave it out"),
         (lambda c: c.sync.link in ("nccl_direct", "single_copy"),

@@ -117,7 +117,6 @@ class GeneratorConfig(Section):
     replicas: int = option(
         1, 'Generators, each in its own process. "auto": as `slipstream plan` says, for trainer.ranks.', ge=1
     )
-    engines_per_gpu: int = option(1, "Engines on the same GPU; replicas counts all, and is a multiple of it.", ge=1)
     servers: list[str] = option([], "URLs of running vLLM servers to attach to, instead of starting engines (vllm).")
     tensor_parallel_size: int = option(1, "GPUs over which the weights of one engine are sharded (vllm).", ge=1)
     gpu_memory_utilization: float = option(
@@ -154,22 +153,11 @@ class GeneratorConfig(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
-    def engine_groups(self) -> int:
-        """Groups of engines that share GPUs."""
-        return self.engines // self.engines_per_gpu
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of all engines that the run starts."""
-        return self.engine_groups * self.gpus_per_engine
-
-    @property
     def engine_size(self) -> str:
-        """The options that set `gpus_per_engine` and `gpus`, for error messages."""
-        stages, sharing = self.pipeline_parallel_size, self.engines_per_gpu
+        """The options that set `gpus_per_engine`, for error messages."""
+        stages = self.pipeline_parallel_size
         pipeline = f" and generator.engine_args.pipeline_parallel_size = {stages}" if stages > 1 else ""
-        shared = f" and generator.engines_per_gpu = {sharing}" if sharing > 1 else ""
-        return f"generator.tensor_parallel_size = {self.tensor_parallel_size}{pipeline}{shared}"
+        return f"generator.tensor_parallel_size = {self.tensor_parallel_size}{pipeline}"
 
     @property
     def remote(self) -> str:

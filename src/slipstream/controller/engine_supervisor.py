@@ -128,7 +128,7 @@ async def keep_engine(run: RunContext, engine: EngineReplica, start: Start | Non
 
 
 def least_engines(config: Config) -> int:
-    """Engines without which a run ends: by `single_copy` all, since trainer ranks compute on weights of engines."""
+    """Engines without which a run ends: by `single_copy` all, since a trainer rank computes on the weights of each."""
     return config.generator.engines if config.sync.link == "single_copy" else config.generator.min_replicas
 
 

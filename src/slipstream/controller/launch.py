@@ -131,11 +131,10 @@ class Cluster:
     def validate_engine_count(self, engines: int) -> None:
         """Raise `ConfigError` for a number of engines that the run can't have."""
         generator, pool = self._config.generator, self.generator
-        shared = self._placement.shared or (self._placement.engines_share and generator.engines_per_gpu == 1)
-        if not (pool.supervised and pool.begin) or self._colocation or shared:
+        if not (pool.supervised and pool.begin) or self._colocation or self._placement.shared:
             raise ConfigError(
                 "the number of engines can be changed in a run that has begun, for engines that it has started itself, "
-                "on CPUs or on GPUs that no other worker uses, unless generator.engines_per_gpu says so"
+                "on CPUs or on GPUs that no other worker uses"
             )
         if engines < generator.min_replicas:
             raise ConfigError(f"engines = {engines} is less than generator.min_replicas = {generator.min_replicas}")

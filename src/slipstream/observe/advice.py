@@ -62,7 +62,7 @@ def advise(run: Run) -> Advice | None:
         return None
     gains = [
         (simulated_figures(other).tokens_per_s / now.tokens_per_s, text)
-        for text, other in changes(scenario, 0 if on_cpu(run, config) else config.generator.engines_per_gpu)
+        for text, other in changes(scenario, grows=not on_cpu(run, config))
         if _accepts(run, text)
     ]
     gain, change = max(gains, default=(1.0, ""))
@@ -93,13 +93,13 @@ def run_config(run: Run, *flags: str) -> Config:
     return load_config(run.path / "config.toml", flags)
 
 
-def changes(scenario: Scenario, added: int) -> Iterator[tuple[str, Scenario]]:
+def changes(scenario: Scenario, grows: bool) -> Iterator[tuple[str, Scenario]]:
     """Single changes of a run's options, each with its simulation.
 
-    `added` engines or a rank may be added, unless it is 0. The simulation gives them a further GPU.
+    `grows`: whether an engine or a rank may be added. The simulation gives it a further GPU.
     """
-    lag, engines, ranks = scenario.max_lag + 1, scenario.engines + added, scenario.trainer.ranks + 1
-    if scenario.placement == "disaggregated" and added:
+    lag, engines, ranks = scenario.max_lag + 1, scenario.engines + 1, scenario.trainer.ranks + 1
+    if scenario.placement == "disaggregated" and grows:
         yield f"generator.replicas = {engines}", replace(scenario, engines=engines)
         yield f"trainer.ranks = {ranks}", replace(scenario, trainer=replace(scenario.trainer, ranks=ranks))
     if scenario.placement == "disaggregated":

@@ -168,10 +168,10 @@ def _may_share_gpus(config: Config) -> bool:
 def _engine_parts(config: Config, shape: Shape, gpus: int, gpu: Gpu) -> Iterator[float]:
     tp = config.generator.gpus_per_engine
     if config.sync.link == "single_copy":
-        yield config.generator.engines_per_gpu * single_copy_engine(shape, workload_of(config), tp)
+        yield single_copy_engine(shape, workload_of(config), tp)
     elif config.sync.placement == "colocated":  # what a sleeping engine keeps: the embedded one also its weights
         yield ENGINE_OVERHEAD + (shape.weight_bytes if config.generator.engine == "torch" else 0)
-    elif gpus < config.trainer.ranks + config.generator.gpus:
+    elif gpus < config.trainer.ranks + config.generator.engines * tp:
         engines = math.ceil(config.generator.engines * tp / max(1, gpus))
         share = config.generator.gpu_memory_utilization or SHARED_MEMORY / (engines + 1)
         yield engines * share * gpu.memory

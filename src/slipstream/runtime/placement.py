@@ -19,7 +19,7 @@ from slipstream.model.inspection import model_type
 RESTARTED = ("bloom", "falcon_h1", "gpt2", "gpt_neox")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 FAST_NETWORK = 1.25e9  # bytes/s, 10 Gbit/s: above, all weights by `nccl` arrive about as soon as changes by `delta`
-GPU_OPTIONS = ("generator.engines_per_gpu", "trainer.offload_optimizer")  # have no effect without a GPU
+GPU_OPTIONS = ("trainer.offload_optimizer",)  # have no effect without a GPU
 
 
 @dataclass(frozen=True)
@@ -39,42 +39,29 @@ class Placement:
 
     @property
     def shared(self) -> bool:
-        """Whether a generator uses a GPU of the trainer."""
-        return any(gpu in self.trainer for gpus in self.generators for gpu in gpus)
-
-    @property
-    def engines_share(self) -> bool:
-        """Whether two generators use the same GPU."""
-        taken = [gpu for gpus in self.generators for gpu in gpus]
+        """Whether a generator uses the same GPU as the trainer or another generator."""
+        taken = [gpu for gpus in (*self.generators, self.trainer) for gpu in gpus]
         return len(set(taken)) < len(taken)
-
-    @property
-    def engines_per_gpu(self) -> int:
-        """Number of generators on the GPUs of the first one."""
-        return self.generators.count(self.generators[0])
 
     def sharers(self, gpus: Iterable[int]) -> int:
         """Largest number of generators and trainer ranks that share one of these GPUs; 1 without a GPU.
 
-        GPUs outside the placement are those of generators that are added later.
+        A generator that is added later has GPUs outside the placement, and shares them with no other.
         """
         users = (*self.generators, self.trainer)
-        return max((sum(gpu in used for used in users) or self.engines_per_gpu for gpu in gpus), default=1)
+        return max((sum(gpu in used for used in users) or 1 for gpu in gpus), default=1)
 
 
 def gpus_of_engine(placement: Placement, number: int, gpus: int) -> tuple[int, ...]:
-    """GPUs of an engine: those of the placement, else free ones of `gpus`, shared by as many as the planned ones.
-
-    Raises `ConfigError` if there are too few.
-    """
+    """GPUs of an engine: those of the placement, else the next free ones of `gpus`. Raises `ConfigError` if too few."""
     planned = placement.generators
     if number < len(planned):
         return planned[number]
     used = {gpu for taken in (*planned, placement.trainer) for gpu in taken}
     free, each = [gpu for gpu in range(gpus) if gpu not in used], len(planned[0])
-    start = (number - len(planned)) // placement.engines_per_gpu * each
+    start = (number - len(planned)) * each
     if start + each > len(free):
-        most = len(planned) + len(free) // each * placement.engines_per_gpu
+        most = len(planned) + len(free) // each
         raise ConfigError(f"there are GPUs for {most} engines of {each}, not for {number + 1}")
     return tuple(free[start : start + each])
 
@@ -128,10 +115,10 @@ def choose_link(config: Config, gpus: int, hosts: int, network: Network) -> tupl
     if generator.servers:  # on a host with one GPU the servers share it with the trainer
         return ("nccl", "servers and trainer have GPUs") if gpus > 1 else ("shared", "one GPU")
     if not placement.shared:
-        return "nccl", "no engine is on a GPU of the trainer"
-    if placement.generators == (placement.trainer,) * generator.engines_per_gpu and _fits_single_copy(config):
+        return "nccl", "engines and trainer have their own GPUs"
+    if placement.generators == (placement.trainer,) and _fits_single_copy(config):
         return "single_copy", "engine and trainer are on the same GPUs"
-    return "shared", "engines and trainer share a GPU"
+    return "shared", "engines share a GPU"
 
 
 def _choose_between_hosts(network: Network) -> tuple[str, str]:
@@ -163,17 +150,16 @@ def _serves_as_trained(config: Config) -> bool:
 def place(config: Config, gpus: int) -> Placement:
     """Assign GPUs, `gpus` in all, to generators and trainer ranks.
 
-    Generators take the first GPUs, `generator.gpus_per_engine` for each `generator.engines_per_gpu` of them, and
-    trainer ranks the next ones, or in a colocated run the same ones. With one GPU all processes share it. With vLLM
-    servers only, the trainer takes the first GPU. `generator.device` and `trainer.device` override the first GPU of all
-    generators and of all ranks.
+    Generators take the first GPUs, `generator.gpus_per_engine` each, and trainer ranks the next ones, or in a
+    colocated run the same ones. With one GPU all processes share it. With vLLM servers only, the trainer takes the
+    first GPU. `generator.device` and `trainer.device` override the first GPU of all generators and of all ranks.
 
     Raises `ConfigError` if there are too few GPUs, or if a device or link doesn't suit the assignment.
     """
     generator, colocated = config.generator, config.sync.placement == "colocated"
     ranks, count = config.trainer.ranks, generator.engines
     asked = f"generator.replicas = {count} with {generator.engine_size}"
-    wanted = generator.gpus
+    wanted = count * generator.gpus_per_engine
     _validate_gpus(config, gpus, asked)
     if config.sync.link == "single_copy":
         return _place_single_copy(config, gpus)
@@ -185,9 +171,9 @@ def place(config: Config, gpus: int) -> Placement:
     short = (generator.device == "auto" and wanted > gpus) or (config.trainer.device == "auto" and len(left) < ranks)
     if gpus > 1 and short:
         needed = max(wanted, ranks) if colocated else wanted + ranks
-        share = "" if generator.engines_per_gpu > 1 else ", or name generator.device and trainer.device to share"
         raise ConfigError(
-            f"{asked} and trainer.ranks = {ranks} need {needed} GPUs, but there are {gpus}; lower one of them{share}"
+            f"{asked} and trainer.ranks = {ranks} need {needed} GPUs, but there are {gpus}; lower one of them, "
+            "or name generator.device and trainer.device to share"
         )
     placement = Placement(
         generators, _gpus_of_device(f"trainer.ranks = {ranks}", config.trainer.device, tuple(left[:ranks]), gpus, ranks)
@@ -199,8 +185,7 @@ def place(config: Config, gpus: int) -> Placement:
 def _place_generators(config: Config, gpus: int) -> tuple[tuple[int, ...], ...]:
     """GPUs of each generator. Raises `ConfigError` if colocated generators would share a GPU."""
     generator, each = config.generator, config.generator.gpus_per_engine
-    groups = [i // generator.engines_per_gpu for i in range(generator.engines)]
-    spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in groups]
+    spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(generator.engines)]
     generators = tuple(_gpus_of_device(generator.engine_size, generator.device, found, gpus, each) for found in spread)
     assigned = [gpu for found in generators for gpu in found]
     if config.sync.placement == "colocated" and len(set(assigned)) < len(assigned):
@@ -214,7 +199,7 @@ def _place_generators(config: Config, gpus: int) -> tuple[tuple[int, ...], ...]:
 def _validate_gpus(config: Config, gpus: int, asked: str) -> None:
     """Raise `ConfigError` if one role alone needs more GPUs than there are; `asked` names the generators' options."""
     generator, ranks = config.generator, config.trainer.ranks
-    wanted = generator.gpus
+    wanted = generator.engines * generator.gpus_per_engine
     if gpus and config.sync.placement == "colocated" and wanted > gpus:
         raise ConfigError(f"{asked} need {wanted} GPUs, but there are {gpus}; lower one of them")
     if 0 < gpus < ranks and config.trainer.device != "cpu":
@@ -229,18 +214,16 @@ def _validate_link(link: str, placement: Placement, gpus: int) -> None:
         raise ConfigError('sync.link = "nccl_direct" needs GPUs, and there are none here; use "shared"')
     if placement.shared and link.startswith("nccl"):
         raise ConfigError(
-            f'sync.link = "{link}" can\'t connect a GPU with itself, and generators and trainer share one here; use '
+            f'sync.link = "{link}" can\'t connect a GPU with itself, and two processes share one here; use '
             '"single_copy" or "shared"'
         )
-    if placement.engines_share and link == "nccl_direct":
-        raise ConfigError('sync.link = "nccl_direct" can\'t serve several engines on a GPU; use "nccl"')
 
 
 def _place_single_copy(config: Config, gpus: int) -> Placement:
     """Engines and trainer ranks, in processes of their own, on the same GPUs.
 
-    An engine with tensor parallelism uses all of them; otherwise each has `generator.engines_per_gpu` engines. Raises
-    `ConfigError` for too few GPUs, or if options of both name different devices.
+    An engine with tensor parallelism uses all of them; otherwise each has an engine. Raises `ConfigError` for too few
+    GPUs, or if options of both name different devices.
     """
     devices, ranks = (config.generator.device, config.trainer.device), config.trainer.ranks
     engines = f"generator.replicas = {config.generator.replicas} with {config.generator.engine_size}"
@@ -255,7 +238,7 @@ def _place_single_copy(config: Config, gpus: int) -> Placement:
         )
     if config.generator.tensor_parallel_size > 1:
         return Placement((both,), both)
-    return Placement(tuple((gpu,) for gpu in both for _ in range(config.generator.engines_per_gpu)), both)
+    return Placement(tuple((gpu,) for gpu in both), both)
 
 
 def idle_options(config: Config, gpus: int) -> list[str]:

@@ -35,8 +35,6 @@ from slipstream.sync.link import (
     Sender,
     Shapes,
     copy_all,
-    gpu_id,
-    own_part,
     shapes_of,
 )
 from slipstream.sync.sharded_weights import gather_into
@@ -166,7 +164,7 @@ class HandoverReceiver(Receiver):
 
     def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        part = own_part(connection_info["parts"], rank, device)
+        part = _own_part(connection_info["parts"], rank, device)
         self._layout = Layout(connection_info["shapes"], getattr(torch, connection_info["dtype"]))
         self._memory: Tensor | None = None
         self.deferred_checksums: dict[str, Callable[[], int]] = {}
@@ -234,6 +232,28 @@ class Handover:
 def map_buckets(path: str, size: int) -> Tensor:
     """Both buckets of a shared file, as bytes `[2, size]`."""
     return torch.from_file(path, shared=True, size=2 * size, dtype=torch.uint8).view(2, size)
+
+
+def gpu_id(device: torch.device) -> str:
+    """The identity of a GPU in all processes of its host, which number GPUs differently."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _own_part(parts: Sequence[ConnectionInfo], rank: int, device: torch.device) -> ConnectionInfo:
+    """The connection information of the trainer rank that serves this engine process, which has this rank of the link.
+
+    Raises `InvalidInput` if the trainer has no rank on its GPU.
+    """
+    if not parts[0]["gpu"]:
+        return parts[(rank - 1) % len(parts)]
+    own = gpu_id(device) if device.type == "cuda" else "the CPU"
+    for part in parts:
+        if part["gpu"] == own:
+            return part
+    raise InvalidInput(
+        f"no trainer rank is on {own}, where this engine is; leave generator.device and trainer.device out where "
+        'sync.placement = "colocated"'
+    )
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

@@ -246,27 +246,6 @@ class Layout:
         return buckets
 
 
-def gpu_id(device: torch.device) -> str:
-    """The identity of a GPU in all processes, which number GPUs differently; empty for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
-def own_part(parts: Sequence[ConnectionInfo], rank: int, device: torch.device) -> ConnectionInfo:
-    """The connection information of the trainer rank on the GPU of an engine process, `rank` on the link.
-
-    On CPUs engine processes are divided between the ranks. Raises `InvalidInput` if the trainer has no rank on the GPU.
-    """
-    if not parts[0]["gpu"]:
-        return parts[(rank - 1) % len(parts)]
-    own = gpu_id(device) or "the CPU"
-    for part in parts:
-        if part["gpu"] == own:
-            return part
-    raise InvalidInput(
-        f"no trainer rank is on {own}, where this engine is; leave generator.device and trainer.device out"
-    )
-
-
 def link_name(sync: SyncConfig) -> str:
     """The name by which `find_link` finds the link of a run."""
     return "handover" if (sync.link, sync.placement) == ("shared", "colocated") else sync.link

@@ -1,38 +1,25 @@
 """The `nccl` link: the trainer broadcasts its weights into a staging buffer of every engine.
 
 The sender casts parameters and packs them into buckets of one flat layout. It broadcasts each bucket in the link's own
-process groups, whose members meet through a `rendezvous`. NCCL refuses two members on one GPU, so the engines that
-share one are in different groups. Receivers use a separate CUDA stream and a staging buffer of the whole model, while
-the engine decodes on the old weights. The swap is one copy on the device between two forward passes. On CPUs the group
-uses gloo.
+process group, whose members meet through a `rendezvous`. Receivers use a separate CUDA stream and a staging buffer of
+the whole model, while the engine decodes on the old weights. The swap is one copy on the device between two forward
+passes. On CPUs the group uses gloo.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from slipstream.config.schema import Config
 from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import LOOPBACK, address_towards, own_address, private_store
-from slipstream.sync.link import (
-    ConnectionInfo,
-    Layout,
-    Parameters,
-    PublishHandle,
-    Receiver,
-    Sender,
-    Shapes,
-    gpu_id,
-    shapes_of,
-)
+from slipstream.sync.link import ConnectionInfo, Layout, Parameters, PublishHandle, Receiver, Sender, Shapes, shapes_of
 from slipstream.sync.rendezvous import Gate, Relay, open_tunnel
 
 BUCKET = 2**30  # bytes of one broadcast; few launches, since each waits for free SMs while the engine decodes
@@ -40,7 +27,7 @@ TIME_LIMIT = timedelta(seconds=60)
 
 
 class NcclSender(Sender):
-    """The trainer's end, rank 0 of each group. Two buffers: packing one bucket overlaps broadcasts of the other."""
+    """The trainer's end, rank 0 of the group. Two buffers: packing one bucket overlaps the broadcast of the other."""
 
     collective = trainer_free_after_send = True
 
@@ -50,47 +37,36 @@ class NcclSender(Sender):
         self._layout = Layout(shapes_of(parameters), dtype_of(config))
         self._store = private_store(LOOPBACK, TIME_LIMIT)
         self._gate = Gate(own_address(), self._store.port)
-        self._groups: list[Any] = []
+        self._group: Any = None
         self._buckets = self._layout.buckets(BUCKET)
         size = max(end - start for start, end, _ in self._buckets)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
     def connection_info(self) -> ConnectionInfo:
         dtype = str(self._layout.dtype).removeprefix("torch.")
-        return {"gate": self._gate.info, "dtype": dtype, "shapes": self._layout.shapes}
+        return {"gate": self._gate.info, "ranks": self._ranks, "dtype": dtype, "shapes": self._layout.shapes}
 
     def stage(self, version: int) -> PublishHandle:
         return {"version": version}
 
     @torch.no_grad()
     def send(self, handle: PublishHandle) -> None:
-        self._groups = self._groups or self._join()
-        sending: list[list[Any]] = [[], []]
+        self._group = self._group or join(self._store, 0, self._ranks, self._device, address=own_address())
+        sending: list[Any] = [None, None]
         for index, (start, end, names) in enumerate(self._buckets):
             buffer = self._buffers[index % 2]
-            for work in sending[index % 2]:
-                work.wait()
+            if sending[index % 2]:
+                sending[index % 2].wait()
             views = self._layout.views(buffer, start, names)
             torch._foreach_copy_(list(views.values()), [self._parameters[name] for name in names])
-            sending[index % 2] = [group.broadcast(buffer[: end - start], root=0) for group in self._groups]
-        for work in (*sending[0], *sending[1]):
+            sending[index % 2] = self._group.broadcast(buffer[: end - start], root=0)
+        for work in filter(None, sending):
             work.wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _join(self) -> list[Any]:
-        """The groups, once each receiver has named its GPU."""
-        found = split_by_gpu([self._store.get(f"gpu/{rank}").decode() for rank in range(1, self._ranks)])
-        sizes = Counter(group for group, _ in found)
-        for rank, (group, own) in enumerate(found, 1):
-            self._store.set(f"group/{rank}", f"{group} {own} {sizes[group] + 1}")
-        return [
-            join(PrefixStore(str(group), self._store), 0, sizes[group] + 1, self._device, address=own_address())
-            for group in sorted(sizes)
-        ]
-
     def close(self) -> None:
-        self._groups = []
+        self._group = None
         self._gate.close()
 
 
@@ -109,15 +85,10 @@ class NcclReceiver(Receiver):
 
     def prepare(self, handle: PublishHandle) -> dict[str, Tensor]:
         if self._group is None:
-            gate = self._connection_info["gate"]
+            gate, ranks = self._connection_info["gate"], self._connection_info["ranks"]
             self._tunnel = self._tunnel or open_tunnel(gate)
             store = TCPStore(LOOPBACK, self._tunnel.port, is_master=False, timeout=TIME_LIMIT)
-            store.set(f"gpu/{self._rank}", gpu_id(self._device))
-            name = f"group/{self._rank}"
-            store.wait([name], 2 * TIME_LIMIT)  # the sender waits for the last receiver
-            group, own, size = store.get(name).decode().split()
-            address = address_towards(gate["host"])
-            self._group = join(PrefixStore(group, store), int(own), int(size), self._device, address=address)
+            self._group = join(store, self._rank, ranks, self._device, address=address_towards(gate["host"]))
         with torch.cuda.stream(self._stream):
             for start, end, _ in self._layout.buckets(BUCKET):
                 self._group.broadcast(self._staging[start:end], root=0).wait()
@@ -139,19 +110,6 @@ class NcclReceiver(Receiver):
 
 class Nccl:
     Sender, Receiver = NcclSender, NcclReceiver
-
-
-def split_by_gpu(gpus: Sequence[str]) -> list[tuple[int, int]]:
-    """Group, and rank in it from 1 on, of each receiver on these GPUs ("" is no GPU). No group has a GPU twice."""
-    taken: Counter[str] = Counter()
-    ranks: Counter[int] = Counter()
-    found = []
-    for gpu in gpus:
-        group = taken[gpu]
-        taken[gpu] += bool(gpu)
-        ranks[group] += 1
-        found.append((group, ranks[group]))
-    return found
 
 
 def join(

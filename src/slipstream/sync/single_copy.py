@@ -3,7 +3,7 @@
 The engine exports its tensors by CUDA IPC, and the trainer's model uses them as parameters: forward and backward passes
 read the served weights. The optimizer keeps master weights. To publish, the engine casts the masters into its tensors
 between two forward passes; there is no other copy and no staging. With tensor parallelism, each trainer rank has the
-shard of the engine rank on its GPU. Further engines on a GPU (`generator.engines_per_gpu`) have weights of their own.
+shard of the engine rank on its GPU.
 """
 
 from __future__ import annotations
@@ -19,17 +19,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from slipstream.config.schema import Config
-from slipstream.sync.link import (
-    ConnectionInfo,
-    Parameters,
-    PublishHandle,
-    Receiver,
-    Sender,
-    Shapes,
-    gpu_id,
-    own_part,
-    shapes_of,
-)
+from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Receiver, Sender, Shapes, shapes_of
 
 DEVICE_ARGUMENT = 6  # index of the device argument of `rebuild_cuda_tensor`
 
@@ -43,8 +33,7 @@ class SingleCopySender(Sender):
         self._parameters = parameters
 
     def connection_info(self) -> ConnectionInfo:
-        gpu, masters = gpu_id(next(iter(self._parameters.values())).device), export_ipc_handles(self._parameters)
-        return {"shapes": shapes_of(self._parameters), "gpu": gpu, "masters": masters}
+        return {"shapes": shapes_of(self._parameters), "masters": export_ipc_handles(self._parameters)}
 
     def stage(self, version: int) -> PublishHandle:
         torch.cuda.synchronize()  # the engine's stream does not wait for this process
@@ -57,7 +46,7 @@ class SingleCopyReceiver(Receiver):
     rebindable = False
 
     def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None:
-        masters = import_ipc_handles(own_part(connection_info["parts"], rank, device)["masters"], device)
+        masters = import_ipc_handles(connection_info["parts"][rank - 1]["masters"], device)
         self._masters = {name: _LocalShard(tensor) for name, tensor in masters.items()}
 
     def prepare(self, handle: PublishHandle) -> dict[str, _LocalShard]:

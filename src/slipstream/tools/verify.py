@@ -234,7 +234,7 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, strengt
 
 
 def _with_one_engine(config: Config) -> Config:
-    one = {"generator": config.generator.model_dump() | {"replicas": 1, "min_replicas": 1, "engines_per_gpu": 1}}
+    one = {"generator": config.generator.model_dump() | {"replicas": 1, "min_replicas": 1}}
     if config.sync.link == "single_copy" and config.generator.replicas > 1:  # with a trainer rank for each engine
         several = {"parallel", "context_parallel"}  # options of several ranks
         one["trainer"] = config.trainer.model_dump(exclude_unset=True, exclude=several) | {"ranks": 1}

@@ -92,9 +92,7 @@ class PytorchTrainerWorker(Worker):
 
     async def compute_on(self, handles: Sequence[dict[str, str]]) -> None:
         assert isinstance(self._trainer, Trainer)
-        ranks = self._trainer.ranks
-        first = ranks.rank * len(handles) // ranks.size  # of the engines on this GPU
-        self._trainer.compute_on(import_ipc_handles(handles[first], self._trainer.device))
+        self._trainer.compute_on(import_ipc_handles(handles[self._trainer.ranks.rank], self._trainer.device))
 
     async def open_link(self, receivers: int) -> ConnectionInfo | None:
         """As `TrainerWorker.open_link`; None on ranks without a sender."""

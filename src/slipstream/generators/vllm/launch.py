@@ -225,19 +225,15 @@ def shared_cache_bytes(config: Config, share: float, memory: int) -> int:
     cache = int(own - held - min(ENGINE_BYTES, own / 4))
     if cache <= 0:
         raise ConfigError(
-            f"the engine's share of its GPU is {own / 1e9:.1f} GB; weights, adapters and staged weights "
-            f"({held / 1e9:.1f} GB) and activations leave no room for keys and values; raise "
-            "generator.gpu_memory_utilization if the trainer needs less, or spread the model by "
-            "generator.tensor_parallel_size"
+            f"the engine's share of its GPU is {own / 1e9:.1f} GB; weights and adapters ({held / 1e9:.1f} GB) and "
+            "activations leave no room for keys and values; raise generator.gpu_memory_utilization if the trainer "
+            "needs less, or spread the model by generator.tensor_parallel_size"
         )
     return cache
 
 
 def held_bytes(config: Config) -> float:
-    """Bytes of weights and adapter slots on a GPU of the engine. A pipeline stage may hold all embeddings.
-
-    Each of several engines on a GPU also has a staged version: the rest of the GPU's memory has room for one.
-    """
+    """Bytes of weights and adapter slots on a GPU of the engine. A pipeline stage may hold all embeddings."""
     generator, size = config.generator, dtype_of(config).itemsize
     kind = str(generator.engine_args.get("quantization"))
     quantized = next((each for name, each in QUANTIZED_BYTES.items() if kind.startswith(name)), size)
@@ -246,8 +242,6 @@ def held_bytes(config: Config) -> float:
     matrices = [p for p in model.parameters() if p.dim() > 1 and id(p) not in ends]
     others = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in matrices)
     held: float = size * others / generator.tensor_parallel_size
-    if generator.engines_per_gpu > 1 and config.sync.link not in ("lora", "single_copy"):
-        held += size * sum(p.numel() for p in model.parameters())
     held += quantized * sum(p.numel() for p in matrices) / generator.gpus_per_engine
     if config.sync.link == "lora":
         slots = adapter_arguments(config, on_cpu=False)
