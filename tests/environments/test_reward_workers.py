@@ -18,7 +18,15 @@ import pytest
 
 from slipstream.config.schema import ScoringConfig
 from slipstream.environments.base import Task
-from slipstream.environments.reward_workers import RewardFunction, RewardWorkerPool, ScoringError, cores
+from slipstream.environments.reward_workers import (
+    CURRENT_EPISODE,
+    EpisodeContext,
+    RewardFunction,
+    RewardWorkerPool,
+    ScoringError,
+    cores,
+)
+from slipstream.generators.pausable_clock import Clock
 from slipstream.rollout import Rollout
 from slipstream.runtime.worker_process import THREAD_STARTER
 from slipstream.scoring.load import FunctionScorer
@@ -84,6 +92,22 @@ def test_reward_workers_do_not_import_torch(rewards: str) -> None:
             await pool.close()
 
     assert asyncio.run(main()) == 0.0
+
+
+def test_prints_of_a_reward_function_are_in_the_log_of_the_episode(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text("def reward(task, completion):\n    print('scored', task.id)\n    return 0.5\n")
+    log = tmp_path / "logs" / "rewards.log"
+
+    async def main() -> None:
+        pool = RewardWorkerPool(f"{tmp_path / 'loud.py'}:reward", 1, 10.0)
+        CURRENT_EPISODE.set(EpisodeContext(Clock(), None, log))
+        try:
+            await pool.score(TASK, completion("2"))
+        finally:
+            await pool.close()  # kills the process
+
+    asyncio.run(main())
+    assert log.read_text() == f"scored {TASK.id}\n"
 
 
 def test_workers_default_to_one_per_core_and_start_on_demand(rewards: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from slipstream.config.environments import EnvironmentConfig
@@ -86,7 +87,7 @@ async def evaluate_run(run: RunContext) -> None:
     with one_version(run) if snapshot else nullcontext():
         result = await evaluate(
             run.config, environments, run.cluster.generator, run.chat_tokenizer, run.endpoint, run.scoring,
-            run.episode_slots, run.warn_of_reward_error,
+            run.episode_slots, run.warn_of_reward_error, reward_log=run.reward_log,
         )  # fmt: skip
     if dead := run.cluster.generator.dead:  # without engines, every episode failed and the score means nothing
         raise dead
@@ -182,6 +183,7 @@ async def evaluate(
     slots: EpisodeSlots | None = None,
     on_reward_error: Callable[[ScoringError], None] = lambda error: None,
     played: list[PlayedTask] | None = None,
+    reward_log: Path | None = None,
 ) -> dict[str, Any]:
     """Play the held-out tasks of all environments, `evaluation.samples` times each. Returns the record in
     `evaluations.jsonl`.
@@ -197,7 +199,7 @@ async def evaluate(
 
     slots = slots or EpisodeSlots()
     episodes = {
-        o.label: EpisodeOptions(o.timeout, scoring, slots, reward_error_counter(o, count_error))
+        o.label: EpisodeOptions(o.timeout, scoring, slots, reward_error_counter(o, count_error), reward_log)
         for o in (each.options for each in environments)
     }
     player = _Player(config, generator, tokenizer, endpoint, episodes)

@@ -102,7 +102,9 @@ async def play_rollout(run: RunContext, task: Task, visit: Visit, member: str) -
     policy = Policy(generator, run.chat_tokenizer, played.sampling, seed, run.endpoint, limits, run.policies)
     try:
         scoring = partial(score, run, visit) if run.scoring else None
-        playing = EpisodeOptions(played.options.timeout, scoring, run.episode_slots, played.reward_errors)
+        playing = EpisodeOptions(
+            played.options.timeout, scoring, run.episode_slots, played.reward_errors, run.reward_log
+        )
         rollouts = await run_episode(played.environment, task, policy, playing)
         run.totals.reward_seconds.append(time.monotonic() - policy.sampled_at)
     except RolloutFailed as failure:

@@ -51,6 +51,7 @@ class RunContext:
         self.progress = Progress(config.loop.steps, quiet=quiet)
         self.recorder = Recorder(directory.path, self.chat_tokenizer.decode_prompt, self.progress.warn)
         self.events = self.recorder.events
+        self.reward_log = directory.path / "logs" / "rewards.log"
         self.scoring = load_scoring(config, self.chat_tokenizer, directory.path / "logs")
         if self.scoring:
             self.scoring.warn_by(self.warn_of_scoring)

@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias, TypeVar
 
@@ -79,14 +80,15 @@ class EpisodeOptions:
     """How to run an episode.
 
     `timeout` is in seconds of the policy's clock, which starts when the episode gets one of the `slots`. `scoring` has
-    its own timeout. Without `reward_errors` a reward function that raises fails the rollout. The rewards of an
-    `unrewarded` episode without `scoring` may be NaN.
+    its own timeout. Without `reward_errors` a reward function that raises fails the rollout. Processes of reward
+    functions write to `reward_log`. The rewards of an `unrewarded` episode without `scoring` may be NaN.
     """
 
     timeout: float
     scoring: Scoring | None = None
     slots: EpisodeSlots = field(default_factory=EpisodeSlots)
     reward_errors: RewardErrorCounter | None = None
+    reward_log: Path | None = None
     unrewarded: bool = False
 
 
@@ -140,7 +142,7 @@ async def run_episode(
     `ConfigError`, such as for a missing package, unchanged: every other episode would fail alike.
     """
     unrewarded = options.unrewarded or options.scoring is not None
-    token = CURRENT_EPISODE.set(EpisodeContext(policy.clock, options.reward_errors, unrewarded))
+    token = CURRENT_EPISODE.set(EpisodeContext(policy.clock, options.reward_errors, options.reward_log, unrewarded))
     try:
         rollouts = await _play(environment, task, policy, options, unrewarded)
         policy.end()

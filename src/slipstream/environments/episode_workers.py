@@ -15,6 +15,7 @@ import math
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.config.environments import EnvironmentConfig
@@ -29,6 +30,7 @@ from slipstream.generators.pausable_clock import Clock
 from slipstream.rollout import Completion, Rollout, Sampling
 from slipstream.runtime.worker import Worker
 
+OWN_LOG = Path("/dev/stderr")  # of this process, for those that it starts
 BLOCKED_EXIT_S = 60.0  # of processor time on all cores, after which a process with a blocked event loop ends itself
 
 
@@ -98,7 +100,7 @@ class EpisodeWorker(Worker):
             generator, self._tokenizer, settings.sampling, settings.seed, self._endpoint, settings.limits,
             settings.policies,
         )  # fmt: skip
-        options = EpisodeOptions(math.inf, reward_errors=counter, unrewarded=settings.unrewarded)
+        options = EpisodeOptions(math.inf, reward_errors=counter, reward_log=OWN_LOG, unrewarded=settings.unrewarded)
         rollouts: tuple[Rollout, ...] = ()
         failure = None
         try:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -93,6 +94,7 @@ class EpisodeContext(NamedTuple):
 
     clock: Clock
     reward_errors: RewardErrorCounter | None
+    reward_log: Path | None = None
     unrewarded: bool = False  # `scoring` computes the reward
 
 
@@ -215,8 +217,9 @@ class RewardWorkerPool:
             raise WorkerDied("the reward workers are closed")
         from slipstream.runtime.runtime import current_runtime  # imports torch, as no reward worker should
 
-        launcher = current_runtime().service("cpu")
-        worker = WorkerProcess("reward worker", None, launcher, at_niceness(ENVIRONMENT_NICENESS))
+        launcher, episode = current_runtime().service("cpu"), CURRENT_EPISODE.get()
+        environment = {**at_niceness(ENVIRONMENT_NICENESS), "PYTHONUNBUFFERED": "1"}  # it may be killed after a print
+        worker = WorkerProcess("reward worker", episode and episode.reward_log, launcher, environment)
         self._workers.add(worker)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
