@@ -86,7 +86,8 @@ EVAL = "eval MODEL --tasks 2 --environment "
 REWARD = EVAL + "envs.py:reward --environment.options.train="
 CORPUS = {
     "": "the following arguments are required: COMMAND",
-    "trian": "invalid choice: 'trian'",
+    "trian": "argument COMMAND: invalid choice: 'trian' (did you mean train?); see `slipstream --help`",
+    "xyz": "invalid choice: 'xyz'; choose from 'train', 'eval'",
     "train": "train needs a CONFIG.toml, or --resume RUN_DIR",
     "train run.toml --resume out": "and not both",
     "train run.toml other.toml": "'other.toml' is not an option",
@@ -315,6 +316,7 @@ CORPUS = {
     REWARD + "nested.jsonl": "nested.jsonl, line 1: not a task: not JSON",
     REWARD + "math.jsonl --environment.options.reward=math": "reward does nothing: the function is the reward",
     EVAL + "dataset": "environment.reward is not set, nor is scoring.kind: give one",
+    EVAL + "dataset --environment.dataset=tasks.jsonl --environment.reward=a.py:b": "name a function of yours by",
     EVAL + "dataset --environment.reward=exact": "environment.dataset is not set; give a file",
 }
 

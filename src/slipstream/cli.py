@@ -7,6 +7,7 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from slipstream import __version__, commands
 from slipstream.config.loading import (
     join_flags,
     parse_flags,
+    suggest,
 )
 from slipstream.config.schema import ConfigError
 from slipstream.errors import NO_SYSTEM, UserError
@@ -79,6 +81,9 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
+        if found := re.fullmatch(r"(.*invalid choice: '(.*)') \(choose from (.*)\)", message):
+            close = suggest(found[2], re.findall(r"[\w-]+", found[3]))
+            message = found[1] + (close or f"; choose from {found[3]}")
         self.exit(2, f"slipstream: {message}; see `{self.prog} --help`\n")
 
 

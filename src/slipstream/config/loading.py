@@ -367,8 +367,8 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         nested = [f"environment.{option}" for option in DATASET_OPTIONS]
         nested += [f"{key}.{n}" for key, section in NESTED.items() for n in section.model_fields]
-        known = [*option_names(), *nested] if "." in name else [*SECTIONS, *LISTS]
-        hint = suggest(_without_number(name), known)
+        sections = () if "." in name else (*SECTIONS, *LISTS)
+        hint = suggest(_without_number(name), [*sections, *option_names(), *nested])
         if entry := ENTRY.match(name):
             hint = hint.replace(f"{LISTS[entry[1]]}.", entry[0])
         return f"unknown option {name}{hint}; `slipstream config` lists all"

@@ -270,7 +270,8 @@ def load_rewards(reward: Any) -> dict[str, Reward]:
     rewards = {}
     for name, options in named.items() if reward else ():
         if name not in REWARDS:
-            hint = suggest(name, [*REWARDS]) or f"; there are {', '.join(REWARDS)}"
+            own = "; name a function of yours by environment.name" if ":" in name else ""
+            hint = own or suggest(name, [*REWARDS]) or f"; there are {', '.join(REWARDS)}"
             raise ConfigError(f"environment.reward: there is no reward {name!r}{hint}")
         table: dict[str, Any] = options if isinstance(options, dict) else {"weight": options}
         known = [field.name for field in fields(REWARDS[name])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,10 @@ from slipstream.runtime.control_socket import FOLDER, Gone
 from slipstream.runtime.run_files import read_options, read_summary
 
 PROBE_TIMEOUT_S = 5.0
+CALLS: dict[str, Callable[[RunHandle], Any]] = {
+    "status": RunHandle.status, "pause": RunHandle.pause, "resume": RunHandle.resume,
+    "checkpoint": RunHandle.checkpoint, "stop": RunHandle.stop,
+}  # fmt: skip
 
 
 def command(name: str, run: str, address: str, as_json: bool, engines: str | None = None) -> None:
@@ -22,7 +26,7 @@ def command(name: str, run: str, address: str, as_json: bool, engines: str | Non
     if engines is not None and not engines.isdecimal():
         raise ConfigError(f"scale: {engines!r} is not a number of engines; give a whole number, 1 or more")
     handle = RunHandle(run, address)
-    answer: Any = getattr(handle, name)(*([] if engines is None else [int(engines)]))
+    answer: Any = handle.scale(int(engines)) if engines else CALLS[name](handle)
     lines = _status_lines(answer) if name == "status" else [f"{run}: {answer}"]
     print(json.dumps(answer, indent=1, default=str) if as_json else "\n".join(lines))
 
