@@ -74,10 +74,13 @@ def completions(engine: VllmEngine) -> dict[Any, Completion]:
 
 
 def create_deferring_scheduler(**arguments: Any) -> Any:
-    """The scheduler of a GPU: vLLM on a CPU would not choose the asynchronous one."""
+    """The scheduler of a GPU: on a CPU vLLM would choose neither the asynchronous one nor the second model runner."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    return type("Deferring", (BuffersOutputs, AsyncScheduler), {})(**arguments)
+    scheduler = type("Deferring", (BuffersOutputs, AsyncScheduler), {})(**arguments)
+    assert not scheduler.defers
+    scheduler.defers = True
+    return scheduler
 
 
 @pytest.mark.parametrize("flags", [(), SCARCE])
@@ -109,6 +112,19 @@ def test_completions_are_those_of_vllms_own_scheduler(scheduler: str, flags: tup
         assert got.token_ids == wanted.token_ids and got.finish_reason == wanted.finish_reason
         assert np.array_equal(got.logprobs, wanted.logprobs, equal_nan=True)
         assert got.sampling_mask == wanted.sampling_mask
+
+
+def test_an_engine_that_defers_answers_in_each_step(tmp_path: Path) -> None:
+    """Else a core in its own process would let the generator wait for several forward passes."""
+    save_model(model := tmp_path / "model", head_dim=32)
+    engine = engine_of(model, scheduler=DEFERRING)
+    engine.submit("one", [5, 6, 7], KINDS[0])
+    scheduler = engine._llm.engine_core.engine_core.scheduler
+    update, messages = scheduler.update_from_output, list[Any]()
+    scheduler.update_from_output = lambda *given: messages.append(update(*given)) or messages[-1]
+    while engine.busy:
+        engine.step()
+    assert len(messages) == TOKENS and all(messages)
 
 
 def test_a_sequence_has_its_rows_of_all_steps_and_keeps_no_array_of_a_step() -> None:

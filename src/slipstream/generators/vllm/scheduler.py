@@ -7,7 +7,8 @@ that begin or complete a block.
 
 vLLM's bookkeeping of a sampled token is deferred: `Request` gets the tokens of up to `DEFERRED` steps at once. vLLM's
 asynchronous scheduler already schedules the next token of a sequence before it knows the last one. It counts unknown
-tokens as placeholders, so that more of them change nothing that it schedules.
+tokens as placeholders, so that more of them change nothing that it schedules. vLLM's first model runner reads known
+tokens of sequences that were paused, so nothing is deferred with it.
 """
 
 from __future__ import annotations
@@ -160,12 +161,16 @@ class BuffersOutputs:
     def update_from_output(self, scheduled: Any, results: Any) -> dict[int, Any]:
         """vLLM's messages without the outputs that are buffered. A message without outputs is sent, too: the generator
         waits for one in each step."""
+        from vllm.v1.engine import EngineCoreOutputs
+
         step = StepLogprobs(results.logprobs) if results.logprobs and len(results.logprobs.logprobs) else None
         if step:
             results.logprobs = step
         if self.defers:
             scheduled = self._defer(scheduled, results, step)
         messages: dict[int, Any] = super().update_from_output(scheduled, results)  # type: ignore[misc]
+        if self.defers and not messages:
+            messages[0] = EngineCoreOutputs()
         for message in messages.values():
             message.outputs = [output for output in message.outputs if not self._buffer(output, step)]
         for name in list(itertools.islice(self.buffers, math.ceil(len(self.buffers) / CHUNK))):
@@ -236,7 +241,8 @@ def can_defer(scheduler: Any) -> bool:
     """Whether nothing that vLLM does in this engine needs each token at once."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    return isinstance(scheduler, AsyncScheduler) and not any(getattr(scheduler, name, None) for name in TOKEN_READERS)
+    reads = any(getattr(scheduler, name, None) for name in TOKEN_READERS)
+    return isinstance(scheduler, AsyncScheduler) and bool(scheduler.use_v2_model_runner) and not reads
 
 
 def _runs_again(request: Any) -> bool:
