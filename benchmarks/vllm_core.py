@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from work import SHAPES, conditions, save_model
+from work import SHAPES, conditions, save_model, vllm_config
 
-from slipstream.config.loading import load_config
 from slipstream.config.schema import Config
 from slipstream.generators.vllm.engine import VllmEngine
 from slipstream.rollout import Sampling
@@ -33,12 +32,7 @@ WAYS = {"one process": "0", "two processes": "1"}  # of `VLLM_ENABLE_V1_MULTIPRO
 
 
 def configure(options: argparse.Namespace, flags: list[str]) -> Config:
-    return load_config(None, [
-        f"--model.path={options.model}", f"--model.dtype={'bfloat16' if GPU else 'float32'}",
-        "--environment.name=addition", "--generator.engine=vllm", f"--generator.max_num_seqs={options.slots}",
-        f"--generator.max_model_len={options.prompt + options.completion}",
-        f"--sampling.max_tokens={options.completion}", *flags,
-    ])  # fmt: skip
+    return vllm_config(options.model, options.slots, options.prompt, options.completion, flags)
 
 
 def measure(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:

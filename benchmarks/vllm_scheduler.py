@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 import vllm_scheduler  # this module, in the process of the benchmark and in that of vLLM's core
-from work import SHAPES, conditions, save_model
+from work import SHAPES, conditions, save_model, vllm_config
 
-from slipstream.config.loading import load_config
 from slipstream.config.schema import Config
 from slipstream.generators.vllm import scheduler
 from slipstream.generators.vllm.engine import VllmEngine
@@ -44,12 +43,8 @@ def switch(worker: Any, defers: bool) -> None:
 
 
 def configure(options: argparse.Namespace, model: str, flags: list[str]) -> Config:
-    return load_config(None, [
-        f"--model.path={model}", f"--model.dtype={'bfloat16' if GPU else 'float32'}", "--environment.name=addition",
-        "--generator.engine=vllm", f"--generator.max_num_seqs={options.slots}",
-        f"--generator.max_model_len={PROMPT + options.completion}", f"--sampling.max_tokens={options.completion}",
-        "--generator.engine_args.scheduler_cls=vllm_scheduler.create_scheduler", *flags,
-    ])  # fmt: skip
+    own = "--generator.engine_args.scheduler_cls=vllm_scheduler.create_scheduler"
+    return vllm_config(model, options.slots, PROMPT, options.completion, [own, *flags])
 
 
 def sample(engine: VllmEngine, options: argparse.Namespace, number: int) -> float:

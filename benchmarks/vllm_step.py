@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from work import SHAPES, conditions, save_model
+from work import SHAPES, conditions, save_model, vllm_config
 
-from slipstream.config.loading import load_config
 from slipstream.config.schema import Config
 from slipstream.generators.vllm.engine import VllmEngine
 from slipstream.rollout import Sampling
@@ -32,12 +31,7 @@ NAME, SHOWN = 110, 30  # characters of a kernel's name; kernels in the record
 
 
 def configure(options: argparse.Namespace, model: str, flags: list[str]) -> Config:
-    return load_config(None, [
-        f"--model.path={model}", f"--model.dtype={'bfloat16' if GPU else 'float32'}", "--environment.name=addition",
-        "--generator.engine=vllm", f"--generator.max_num_seqs={options.slots}",
-        f"--generator.max_model_len={PROMPT + options.completion}", f"--sampling.max_tokens={options.completion}",
-        *flags,
-    ])  # fmt: skip
+    return vllm_config(model, options.slots, PROMPT, options.completion, flags)
 
 
 def synchronize() -> None:

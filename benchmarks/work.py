@@ -27,6 +27,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from slipstream.config.loading import load_config
+from slipstream.config.schema import Config
 from slipstream.environments.base import Policy, Task
 
 # Named by approximate parameter count; "tiny" is for tests of the benchmarks, shapes in billions are for GPUs.
@@ -109,6 +111,15 @@ def save_model(shape: str, path: Path, dtype: torch.dtype = torch.float32, conte
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.WordPiece(prefix="")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0").save_pretrained(path)
+
+
+def vllm_config(model: str | Path, slots: int, prompt: int, completion: int, flags: Sequence[str]) -> Config:
+    """The configuration of a vLLM engine alone, for prompts and completions of these numbers of tokens."""
+    return load_config(None, [
+        f"--model.path={model}", f"--model.dtype={'bfloat16' if torch.cuda.is_available() else 'float32'}",
+        "--environment.name=addition", "--generator.engine=vllm", f"--generator.max_num_seqs={slots}",
+        f"--generator.max_model_len={prompt + completion}", f"--sampling.max_tokens={completion}", *flags,
+    ])  # fmt: skip
 
 
 class Work:
