@@ -89,7 +89,8 @@ class OutputBuffer:
 
     vLLM returns as many log-probabilities a token as any sequence of the step has asked for. `width` is the number that
     this sequence has asked for (None: all). vLLM does not know the last `deferred` tokens yet. It has to know at once a
-    token in `stops`, and all tokens from number `defer_until` on.
+    token in `stops`, all tokens from number `defer_until` on, and one token in `DEFERRED`, which `phase` chooses. After
+    a sequence was `preempted`, tokens that were in flight then may still arrive.
     """
 
     def __init__(self, width: int | None, defer_until: int = 0, stops: Container[int] = (), phase: int = 0) -> None:
@@ -195,14 +196,20 @@ class BuffersOutputs:
         return dataclasses.replace(scheduled, num_scheduled_tokens=numbers)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Preempt a request, after vLLM gets all tokens of it."""
+        """Preempt a request, of which vLLM has to know all tokens."""
         if buffer := self.buffers.get(request.request_id):
-            if buffer.deferred:
-                if hasattr(request, "num_in_flight_tokens"):  # not in vLLM 0.25
-                    request.num_in_flight_tokens -= buffer.deferred
-                self._update_request_with_output(request, buffer.tokens[-buffer.deferred :])  # type: ignore[attr-defined]
-            buffer.deferred, buffer.preempted = 0, True
+            self._report_deferred(request, buffer)
+            buffer.preempted = True
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _report_deferred(self, request: Any, buffer: OutputBuffer) -> None:
+        """Give vLLM the deferred tokens of a request."""
+        if not buffer.deferred:
+            return
+        if hasattr(request, "num_in_flight_tokens"):  # not in vLLM 0.25
+            request.num_in_flight_tokens -= buffer.deferred
+        self._update_request_with_output(request, buffer.tokens[-buffer.deferred :])  # type: ignore[attr-defined]
+        buffer.deferred = 0
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Abort requests, and discard their buffers."""
