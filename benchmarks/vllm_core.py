@@ -16,12 +16,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from work import SHAPES, conditions, save_model, vllm_config
+from work import conditions, mixed_prompt, sampling_rate, save_model, vllm_config
 
 from slipstream.config.schema import Config
 from slipstream.generators.vllm.engine import VllmEngine
@@ -37,20 +36,13 @@ def configure(options: argparse.Namespace, flags: list[str]) -> Config:
 
 def measure(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     engine = VllmEngine(configure(options, flags))
-    words = SHAPES[options.shape]["vocab_size"]
-    rounds = [drawn(engine, words, options, number) for number in range(options.rounds + 1)][1:]
+    sampling = Sampling(max_tokens=options.completion)
+    rounds = []
+    for number in range(options.rounds + 1):
+        prompts = (mixed_prompt(options.shape, options.prompt, i, number) for i in range(options.sequences))
+        rounds.append(sampling_rate(engine, ((prompt, sampling) for prompt in prompts)))
+    rounds = rounds[1:]  # the first one warms up
     return {"tokens_per_s": statistics.median(rounds), "rounds": rounds}
-
-
-def drawn(engine: VllmEngine, words: int, options: argparse.Namespace, number: int) -> float:
-    """Tokens per second of one round; the first one warms up."""
-    began, tokens = time.perf_counter(), 0
-    for i in range(options.sequences):
-        prompt = [(number * 7919 + i * 31 + place * 17) % words for place in range(options.prompt)]
-        engine.submit((number, i), prompt, Sampling(max_tokens=options.completion))
-    while engine.busy:
-        tokens += sum(len(completion.token_ids) for _, completion in engine.step())
-    return tokens / (time.perf_counter() - began)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,13 +13,12 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm_scheduler  # this module, in the process of the benchmark and in that of vLLM's core
-from work import SHAPES, conditions, save_model, vllm_config
+from work import conditions, mixed_prompt, sampling_rate, save_model, vllm_config
 
 from slipstream.config.schema import Config
 from slipstream.generators.vllm import scheduler
@@ -49,14 +48,11 @@ def configure(options: argparse.Namespace, model: str, flags: list[str]) -> Conf
 
 def sample(engine: VllmEngine, options: argparse.Namespace, number: int) -> float:
     """Tokens per second of one round."""
-    words, began, tokens = SHAPES[options.shape]["vocab_size"], time.perf_counter(), 0
-    for i in range(2 * options.slots):
-        prompt = [(number * 7919 + i * 31 + place * 17) % words for place in range(PROMPT)]
-        length = options.completion - i % LENGTHS
-        engine.submit(i, prompt, Sampling(max_tokens=length, seed=i, ignore_eos=True))
-    while engine.busy:
-        tokens += sum(len(completion.token_ids) for _, completion in engine.step())
-    return tokens / (time.perf_counter() - began)
+    return sampling_rate(engine, (
+        (mixed_prompt(options.shape, PROMPT, i, number),
+         Sampling(max_tokens=options.completion - i % LENGTHS, seed=i, ignore_eos=True))
+        for i in range(2 * options.slots)
+    ))  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from work import SHAPES, conditions, save_model, vllm_config
+from work import conditions, mixed_prompt, save_model, vllm_config
 
 from slipstream.config.schema import Config
 from slipstream.generators.vllm.engine import VllmEngine
@@ -83,8 +83,8 @@ def main() -> None:
         save_model(options.shape, Path(folder), torch.bfloat16 if GPU else torch.float32)
         engine = VllmEngine(configure(options, folder, flags))
         for i in range(options.slots):
-            prompt = [(i * 31 + place * 17) % SHAPES[options.shape]["vocab_size"] for place in range(PROMPT)]
-            engine.submit(i, prompt, Sampling(max_tokens=options.completion, ignore_eos=True))
+            sampling = Sampling(max_tokens=options.completion, ignore_eos=True)
+            engine.submit(i, mixed_prompt(options.shape, PROMPT, i), sampling)
         for _ in range(WARM_UP):
             engine.step()
         found |= {**timed(engine, 80), **profiled(engine, 30)}

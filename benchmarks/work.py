@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from shutil import which
@@ -30,6 +30,8 @@ from transformers import (
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config
 from slipstream.environments.base import Policy, Task
+from slipstream.generators.generator_worker import Engine
+from slipstream.rollout import Sampling
 
 # Named by approximate parameter count; "tiny" is for tests of the benchmarks, shapes in billions are for GPUs.
 SHAPES = {
@@ -120,6 +122,22 @@ def vllm_config(model: str | Path, slots: int, prompt: int, completion: int, fla
         "--environment.name=addition", "--generator.engine=vllm", f"--generator.max_num_seqs={slots}",
         f"--generator.max_model_len={prompt + completion}", f"--sampling.max_tokens={completion}", *flags,
     ])  # fmt: skip
+
+
+def mixed_prompt(shape: str, tokens: int, number: int, round_number: int = 0) -> list[int]:
+    """Token ids of a prompt; prompts of different numbers and rounds share no prefix."""
+    words = SHAPES[shape]["vocab_size"]
+    return [(round_number * 7919 + number * 31 + place * 17) % words for place in range(tokens)]
+
+
+def sampling_rate(engine: Engine, requests: Iterable[tuple[Sequence[int], Sampling]]) -> float:
+    """Tokens per second of an engine that samples these requests, each a prompt and its sampling parameters."""
+    began, tokens = time.perf_counter(), 0
+    for number, (prompt, sampling) in enumerate(requests):
+        engine.submit(number, prompt, sampling)
+    while engine.busy:
+        tokens += sum(len(completion.token_ids) for _, completion in engine.step())
+    return tokens / (time.perf_counter() - began)
 
 
 class Work:
