@@ -139,6 +139,13 @@ class _Player:
     endpoint: Endpoint | None
     episodes: Mapping[str, EpisodeOptions]
 
+    async def play_all(self, tasks: Sequence[tuple[LoadedEnvironment, Task]]) -> dict[str, list[PlayedTask]]:
+        """The outcomes of all samples of these tasks, by the names of `line_ups`."""
+        lines, samples = line_ups(self.config), self.config.evaluation.samples
+        playing = (self.play(line, *each, i) for line in lines.values() for each in tasks for i in range(samples))
+        ended = iter(await gather_all(playing))
+        return {own: [PlayedTask(*each, list(itertools.islice(ended, samples))) for each in tasks] for own in lines}
+
     async def play(
         self, policies: Mapping[str, str], each: LoadedEnvironment, task: Task, sample: int
     ) -> EpisodeOutcome:
@@ -190,8 +197,7 @@ async def evaluate(
 
     `slots` bounds concurrent episodes. `played`, if given, gets the outcomes.
     """
-    began, samples, raised = time.perf_counter(), config.evaluation.samples, Counter[str]()
-    tasks = _tasks_in_turns(config, environments)
+    began, raised = time.perf_counter(), Counter[str]()
 
     def count_error(error: ScoringError) -> None:
         raised[error.reason] += 1
@@ -203,10 +209,7 @@ async def evaluate(
         for o in (each.options for each in environments)
     }
     player = _Player(config, generator, tokenizer, endpoint, episodes)
-    lines = line_ups(config)
-    playing = (player.play(line, *each, i) for line in lines.values() for each in tasks for i in range(samples))
-    ended = iter(await gather_all(playing))
-    by_line = {own: [PlayedTask(*each, list(itertools.islice(ended, samples))) for each in tasks] for own in lines}
+    by_line = await player.play_all(_tasks_in_turns(config, environments))
     by_task = by_line.pop("")
     if played is not None:
         played += by_task

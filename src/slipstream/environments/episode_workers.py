@@ -30,7 +30,7 @@ from slipstream.generators.pausable_clock import Clock
 from slipstream.rollout import Completion, Rollout, Sampling
 from slipstream.runtime.worker import Worker
 
-OWN_LOG = Path("/dev/stderr")  # of this process, for those that it starts
+OWN_LOG = Path("/dev/stderr")  # the log of this process, to which reward workers write, too
 BLOCKED_EXIT_S = 60.0  # of processor time on all cores, after which a process with a blocked event loop ends itself
 
 

@@ -105,7 +105,7 @@ class OutputBuffer:
         self._events: list[Any] = []  # for vLLM's statistics, which `generator.engine_args` can enable
 
     def append(self, output: Any, step: StepLogprobs | None) -> None:
-        """Append the tokens of an `EngineCoreOutput` of a step, without those that were deferred."""
+        """Append the tokens of a step's `EngineCoreOutput`, except the first ones, which `defer` has appended."""
         tokens, self.deferred = output.new_token_ids[self.deferred :], 0
         self.tokens += tokens
         self._prefill_stats = self._prefill_stats or output.prefill_stats
@@ -127,7 +127,7 @@ class OutputBuffer:
         output.events = self._events or None
 
     def defer(self, sampled: list[int], step: StepLogprobs | None, row: int) -> bool:
-        """Append a token that vLLM need not know yet. Returns False, and appends none, if vLLM has to know it now."""
+        """Append the sampled token, and return True, if vLLM can get it later. Else return False."""
         number = len(self.tokens)
         if number >= self._defer_until or not (number + self._phase) % DEFERRED:
             return False
@@ -196,7 +196,7 @@ class BuffersOutputs:
         return dataclasses.replace(scheduled, num_scheduled_tokens=numbers)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Preempt a request, of which vLLM has to know all tokens."""
+        """Give vLLM the deferred tokens of a request, then preempt it: vLLM computes all its tokens again."""
         if buffer := self.buffers.get(request.request_id):
             self._report_deferred(request, buffer)
             buffer.preempted = True
