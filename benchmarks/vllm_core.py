@@ -4,7 +4,7 @@
 
 A separate core sends its tokens and log-probabilities to the generator's process as messages. Each variant runs in an
 engine and process of its own, one after the other. All sequences have the same length, and there are more sequences
-than slots.
+than slots. With `--batches` there are as many sequences as given, which decode at the same time.
 """
 
 from __future__ import annotations
@@ -35,11 +35,17 @@ def configure(options: argparse.Namespace, flags: list[str]) -> Config:
 
 
 def measure(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """Rates of one engine, by the number of sequences of a round."""
     engine = VllmEngine(configure(options, flags))
+    return {str(count): measure_rounds(engine, options, count) for count in options.batches or [options.sequences]}
+
+
+def measure_rounds(engine: VllmEngine, options: argparse.Namespace, sequences: int) -> dict[str, Any]:
     sampling = Sampling(max_tokens=options.completion)
     rounds = []
     for number in range(options.rounds + 1):
-        prompts = (mixed_prompt(options.shape, options.prompt, i, number) for i in range(options.sequences))
+        mark = sequences * 1000 + number  # no prompt is in the prefix cache
+        prompts = (mixed_prompt(options.shape, options.prompt, i, mark) for i in range(sequences))
         rounds.append(sampling_rate(engine, ((prompt, sampling) for prompt in prompts)))
     rounds = rounds[1:]  # the first one warms up
     return {"tokens_per_s": statistics.median(rounds), "rounds": rounds}
@@ -51,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--model", type=Path, help="a model saved before, instead of one of this shape")
     found.add_argument("--slots", type=int, default=256)
     found.add_argument("--sequences", type=int, default=768)
+    found.add_argument("--batches", type=int, nargs="+", help="numbers of sequences, at most --slots each")
     found.add_argument("--prompt", type=int, default=128)
     found.add_argument("--completion", type=int, default=512)
     found.add_argument("--rounds", type=int, default=3)
