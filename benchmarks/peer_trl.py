@@ -426,7 +426,7 @@ def measured_trainer() -> Any:
             done = {name: last[name] - first[name] for name in first}
             self.validate_not_finite("at the end")
             seconds, steps = done["time"], len(self.notes) - warmup
-            operations = self.operations.count(done["tokens"], done["trained"], done["pairs"])
+            operations = self.operations.flops(done["tokens"], done["trained"], done["pairs"])
             said = [entry for entry in self.state.log_history if "weight_sync_time_s" in entry][warmup:]
             names = ("weight_sync_time_s", "training_tok/s", "iteration_time_s", "ratio", "kl", "queue_wait_time_s")
             return {

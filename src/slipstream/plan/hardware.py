@@ -72,9 +72,9 @@ class Cluster:
 class Rates:
     """Shares of the data sheet's rates that programs reach, and the times that do not depend on the GPU.
 
-    Defaults were fitted to measurements on H200s: decoding and the host's time to vLLM 0.25 with a 1.7 B shape (16,200,
-    34,300 and 29,100 tokens/s at 64, 256 and 512 sequences, docs/measurements.md), training and activations to
-    `benchmarks/results/trainer_h200.json`, publishes to `publish_h200x1.json` and `end_to_end_h200x2.json`.
+    Defaults were fitted to measurements on H200s: decoding and the host's time to vLLM 0.25 with a 1.7 B shape and at
+    most 256 sequences (`benchmarks/results/vllm_core_batches_h200.json` and whole runs), training and activations to
+    `trainer_h200.json`, publishes to `publish_h200x1.json` and `end_to_end_h200x2.json`.
     """
 
     bandwidth: float = 0.80  # of decoding
@@ -84,7 +84,7 @@ class Rates:
     experts: float = 0.70  # of the training rate of dense layers
     link: float = 0.70
     host_step_s: float = 2.2e-3  # of an engine: scheduling, sampling and replies
-    host_pair_s: float = 2.1e-8  # times the square of the number of sequences
+    host_pair_s: float = 1.75e-8  # times the square of the number of sequences
     step_overhead_s: float = 0.06  # between two steps of the trainer: records, checksums, the start of a publish
     all_reduce_s: float = 15e-6  # latency of one between the GPUs of an engine
     decode_fixed_s: float = 0.0  # of a step with n sequences, fixed + n * sequence, if measured instead of computed
