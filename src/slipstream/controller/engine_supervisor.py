@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
 
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.publishing import publish_to_new_engines
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.episode import episode_slots
 from slipstream.generators.pool import STOP_TIMEOUT_S, EngineReplica, Start
+from slipstream.runtime.closing import wait_first
 from slipstream.runtime.process import NOT_PLACED
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import WorkerDied, WorkerError, describe_death
@@ -190,13 +190,3 @@ async def wait_dead(engine: EngineReplica) -> WorkerDied:
         if engine.process is process:
             assert process.dead
             return process.dead
-
-
-async def wait_first(*waits: Awaitable[object]) -> None:
-    """Wait until one of these is done."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -52,6 +52,16 @@ async def gather_all(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[
             task.cancel()
 
 
+async def wait_first(*waits: Awaitable[object]) -> None:
+    """Wait until one of these is done, and cancel the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 async def finish_in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
     """As `asyncio.to_thread`. If it is cancelled, it still waits for the thread, which can't be interrupted."""
     thread = asyncio.ensure_future(asyncio.to_thread(function, *arguments))

@@ -28,6 +28,7 @@ from slipstream.generators.vllm.server_adapters import ServerAdapters
 from slipstream.generators.vllm.server_client import RequestFailed, ServerClient, inspect_server
 from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.rollout import Completion, Sampling
+from slipstream.runtime.closing import wait_first
 from slipstream.runtime.worker import WorkerDied, succeeded
 from slipstream.runtime.worker_process import supervise
 from slipstream.sync.link import ConnectionInfo, PublishHandle
@@ -173,7 +174,7 @@ class Server:
         self._busy_since = self._busy_since if self._requests else time.perf_counter()
         self._requests[request] = response
         try:
-            await self._wait_or_die(response)
+            await wait_first(response, self.ended.wait())
             await self._not_swapping.wait()
             self._raise_if_dead()
             if not request.starts:
@@ -196,19 +197,9 @@ class Server:
         call = self._client.request("POST", "/v1/completions", body, self._config.longest_timeout)  # it may queue
         response = asyncio.ensure_future(call)
         response.add_done_callback(succeeded)  # retrieves the error
-        try:
-            await self._wait_or_die(response)
-            self._raise_if_dead()
-            return succeeded(response)
-        finally:
-            response.cancel()
-
-    async def _wait_or_die(self, response: asyncio.Future[Any]) -> None:
-        died = asyncio.ensure_future(self.ended.wait())
-        try:
-            await asyncio.wait((response, died), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            died.cancel()
+        await wait_first(response, self.ended.wait())
+        self._raise_if_dead()
+        return succeeded(response)
 
     async def connect(self, connection_info: ConnectionInfo, rank: int) -> None:
         if self._adapters:  # their handles have all that workers need
