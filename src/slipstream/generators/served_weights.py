@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from slipstream.sync.link import (
     ConnectionInfo,
+    OwnPart,
     ParameterShard,
     PublishHandle,
     call_link,
@@ -150,7 +150,7 @@ class ServedWeights:
             update.apply()
             update.confirm()
         self._receiver.swapped()
-        return {name: _Part(shard.tensor) for name, shard in self._copies.items()}
+        return {name: OwnPart(shard.tensor) for name, shard in self._copies.items()}
 
     def prepared(self) -> bool:
         """Whether the whole version is staged. Raises the error of a failed transfer."""
@@ -235,16 +235,6 @@ class ServedWeights:
     def close(self) -> None:
         self._background.close()
         self._receiver.close()
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A rank's part of a parameter in the place of the parameter: each index returns it."""
-
-    tensor: Tensor
-
-    def __getitem__(self, _: object) -> Tensor:
-        return self.tensor
 
 
 def _empty_copy(shard: ParameterShard, dtype: torch.dtype) -> ParameterShard:

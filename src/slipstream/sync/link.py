@@ -180,6 +180,16 @@ class ParameterShard:
         return lambda: checksum(self.tensor, self.index)
 
 
+@dataclass(frozen=True)
+class OwnPart:
+    """This rank's part of a parameter, in the place of the parameter: each index returns it."""
+
+    tensor: Tensor
+
+    def __getitem__(self, _: object) -> Tensor:
+        return self.tensor
+
+
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy the second tensor of each pair into the first, with one launch for all tensors of one dtype."""
     by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}

@@ -70,8 +70,6 @@ class NcclDirectSender(Sender):
 class NcclDirectReceiver:
     """The engine's end: vLLM's worker receives into the served weights, so there is no `prepare`."""
 
-    rebindable = False
-
     def __init__(self, connection_info: ConnectionInfo, worker: Any, rank: int) -> None:
         self._worker, self._tunnel = worker, open_tunnel(connection_info["gate"])
         address = {

@@ -19,7 +19,16 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from slipstream.config.schema import Config
-from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Receiver, Sender, Shapes, shapes_of
+from slipstream.sync.link import (
+    ConnectionInfo,
+    OwnPart,
+    Parameters,
+    PublishHandle,
+    Receiver,
+    Sender,
+    Shapes,
+    shapes_of,
+)
 
 DEVICE_ARGUMENT = 6  # index of the device argument of `rebuild_cuda_tensor`
 
@@ -43,27 +52,15 @@ class SingleCopySender(Sender):
 class SingleCopyReceiver(Receiver):
     """The engine's end: maps the masters of the trainer rank on its GPU."""
 
-    rebindable = False
-
     def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None:
         masters = import_ipc_handles(connection_info["parts"][rank - 1]["masters"], device)
-        self._masters = {name: _LocalShard(tensor) for name, tensor in masters.items()}
+        self._masters = {name: OwnPart(tensor) for name, tensor in masters.items()}
 
-    def prepare(self, handle: PublishHandle) -> dict[str, _LocalShard]:
+    def prepare(self, handle: PublishHandle) -> dict[str, OwnPart]:
         return self._masters
 
     def close(self) -> None:
         self._masters.clear()
-
-
-class _LocalShard:
-    """A parameter of which this rank has one shard. Any index returns it: engine and trainer are sharded alike."""
-
-    def __init__(self, part: Tensor) -> None:
-        self._part = part
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._part
 
 
 class SingleCopy:
