@@ -25,7 +25,7 @@ from slipstream.environments.conversation import ConversationLimits
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import EpisodeOptions, EventLoopWatchdog, RolloutFailed, blocked_limit, run_episode
 from slipstream.environments.reward_workers import RewardErrorCounter, ScoringError, cores
-from slipstream.generators.base import EngineFailed, GenerationError
+from slipstream.generators.base import EngineFailed, GenerationError, finish_request
 from slipstream.generators.pausable_clock import Clock
 from slipstream.rollout import Completion, Rollout, Sampling
 from slipstream.runtime.worker import Worker
@@ -134,13 +134,8 @@ class EpisodeWorker(Worker):
 
     async def answer(self, number: int, outcome: Completion | GenerationError | EngineFailed) -> None:
         """Answer a request, unless it was cancelled."""
-        answer = self._answers.get(number)
-        if not answer or answer.done():
-            return
-        if isinstance(outcome, Completion):
-            answer.set_result(outcome)
-        else:
-            answer.set_exception(outcome)
+        if answer := self._answers.get(number):
+            finish_request(answer, outcome)
 
     async def run_clock(self, episode: int, running: bool) -> None:
         """Start or stop the clock of an episode, if it has not ended."""

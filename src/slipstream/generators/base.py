@@ -100,14 +100,14 @@ def nonfinite_logits_error(position: int) -> GenerationError:
     )
 
 
-def finish_request(request: asyncio.Future[Completion], outcome: Completion | GenerationError) -> None:
+def finish_request(request: asyncio.Future[Completion], outcome: Completion | GenerationError | EngineFailed) -> None:
     """Set the result or error of a request, unless it was cancelled."""
     if request.done():
         return
-    if isinstance(outcome, GenerationError):
-        request.set_exception(outcome)
-    else:
+    if isinstance(outcome, Completion):
         request.set_result(outcome)
+    else:
+        request.set_exception(outcome)
 
 
 def validate_length(found: str, tokens: int, context: int) -> None:
