@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 
 from slipstream import cli, load_run
 from slipstream.controller.finish import write_page
+from slipstream.observe.estimates import wilson
 from slipstream.observe.health import WHILE_RUNNING
 from slipstream.observe.page import data, render, write_report
 from slipstream.observe.page.data import page_data, run_data
 from slipstream.observe.page.render import json_pieces, pack
 from slipstream.observe.page.rollouts import TokenTexts, spread, step_texts
 from slipstream.observe.recorder import SCHEMA
-from slipstream.observe.score import compare_scores, wilson
+from slipstream.observe.score import compare_scores
 from tests.observe.synthetic import SyntheticRun, build_tokenizer
 
 STEPS, GROUPS, SIZE = 20, 2, 4
@@ -165,7 +166,7 @@ def test_scores_have_intervals() -> None:
     assert sampled["difference"] == pytest.approx([0.2, 0.0106, 0.3681], abs=5e-3)
     above = compare_scores([evaluation([3.0, 5.0], 9)])
     assert above is not None and above["before"] == [4.0, None, None] and above["after"] is None
-    assert compare_scores([]) is None and wilson(0.0, 10)[0] == 0.0
+    assert compare_scores([]) is None and wilson(0.0, 10).low == 0.0
 
 
 def test_differences_of_independent_fractions_are_newcombe_s() -> None:

@@ -66,12 +66,16 @@ def estimate_mean(values: Sequence[float]) -> Estimate:
     rare, spread = count * min(mean, 1 - mean), mean * (1 - mean)
     design = min(1.0, float(np.var(values, ddof=1)) / spread) if count > 1 and spread > 0 else 1.0
     design = (rare * design + PRIOR) / (rare + PRIOR)
-    size = count / design
     # The variance of 0s and 1s follows from their mean, and is not estimated.
     z = NORMAL if design > 1 - TOLERANCE else _quantile(count)
-    centre, scale = mean + z * z / (2 * size), 1 + z * z / size
-    half = z * math.sqrt(spread / size + z * z / (4 * size * size))
-    return Estimate(mean, max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale))
+    return wilson(mean, count / design, z)
+
+
+def wilson(fraction: float, count: float, z: float = NORMAL) -> Estimate:
+    """Wilson's interval of a binomial fraction of `count`, within `z` standard deviations."""
+    centre, scale = fraction + z * z / (2 * count), 1 + z * z / count
+    half = z * math.sqrt(fraction * (1 - fraction) / count + z * z / (4 * count * count))
+    return Estimate(fraction, max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale))
 
 
 def estimate_difference(values: Sequence[float]) -> Estimate:

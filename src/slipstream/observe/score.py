@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from slipstream.observe.estimates import estimate_difference, estimate_mean
+from slipstream.observe.estimates import estimate_difference, estimate_mean, wilson
 from slipstream.observe.formatting import is_finite
 
 SHOWN_TASKS = 3
-Z = 1.96  # standard deviations of a 95% interval
-Interval = tuple[float, float]
 Sample = Mapping[str, Any]  # a task's id, prompt, and its completion and reward, or why its episode failed
 
 
@@ -59,15 +57,8 @@ def _with_interval(evaluation: Mapping[str, Any], outcomes: dict[str, float] | N
     if outcomes:
         return list(estimate_mean(list(outcomes.values()))), "outcomes by task"
     if tasks and 0 <= score <= 1:
-        return [score, *wilson(score, tasks)], "binomial (Wilson), tasks taken as independent"
+        return [*wilson(score, tasks)], "binomial (Wilson), tasks taken as independent"
     return [score, None, None], "no interval: the outcomes of single tasks are not recorded"
-
-
-def wilson(fraction: float, count: int) -> Interval:
-    """Wilson's interval of a binomial fraction of `count`."""
-    centre, scale = fraction + Z * Z / (2 * count), 1 + Z * Z / count
-    half = Z * math.sqrt(fraction * (1 - fraction) / count + Z * Z / (4 * count * count))
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
 def _difference(before: Sequence[float | None], after: Sequence[float | None]) -> list[float | None]:
