@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from slipstream.config.algorithm import AlgorithmConfig, PolicyConfig
@@ -17,6 +17,7 @@ from slipstream.config.section import ConfigError as ConfigError
 from slipstream.config.trainer import TrainerConfig as TrainerConfig
 
 AUTO = MAX_INT  # "auto" as a number
+IntOrAuto = Annotated[int, BeforeValidator(lambda value: AUTO if value == "auto" else value)]  # or "auto"
 NO_DEVICE = 'it must be "auto", "cpu", "cuda" or "cuda:N": Slipstream computes on CPUs and on CUDA GPUs'
 
 
@@ -94,7 +95,7 @@ class LoopConfig(Section):
     max_tokens: int = option(0, "Trained tokens that end the run, unless loop.steps does; 0: no limit.", ge=0)
     groups_per_step: int = option(8, "Groups (tasks) that one step trains on.", ge=1)
     group_size: int = option(8, "Rollouts per task; advantages compare them with each other.", ge=2, le=MAX_SEQUENCES)
-    max_lag: int = option(
+    max_lag: IntOrAuto = option(
         1,
         'Most versions between sampling and training of a token; 0 is synchronous. "auto": as `slipstream plan` says.',
         ge=0,
@@ -104,17 +105,12 @@ class LoopConfig(Section):
     retries: int = option(3, "Most retries of a failed or stale task.", ge=0)
     seed: int = option(0, "Seed of task order, sampling and initialisation.", ge=0)
 
-    @field_validator("max_lag", mode="before")
-    @classmethod
-    def _auto(cls, value: Any) -> Any:
-        return AUTO if value == "auto" else value
-
 
 class GeneratorConfig(Section):
     """Engines that sample, in number, kind and size."""
 
     engine: str = option("torch", '"torch" (embedded), "vllm", or your own class: "module:Class" or "file.py:Class".')
-    replicas: int = option(
+    replicas: IntOrAuto = option(
         1, 'Generators, each in its own process. "auto": as `slipstream plan` says, for trainer.ranks.', ge=1
     )
     servers: list[str] = option([], "URLs of running vLLM servers to attach to, instead of starting engines (vllm).")
@@ -164,11 +160,6 @@ class GeneratorConfig(Section):
         """Host and port of the first server on another host, or ""."""
         urls = [urlsplit(url) for url in self.servers]
         return next((u.netloc for u in urls if u.hostname not in ("localhost", "127.0.0.1", "::1")), "")
-
-    @field_validator("replicas", mode="before")
-    @classmethod
-    def _auto(cls, value: Any) -> Any:
-        return AUTO if value == "auto" else value
 
     @model_validator(mode="before")
     @classmethod
