@@ -1,4 +1,4 @@
-"""Checks of the nodes of a run: collects their reports, tries the network between them, and finds faults."""
+"""Checks of the nodes and servers of a run: collects reports, tries the network between them, and finds faults."""
 
 from __future__ import annotations
 
@@ -12,16 +12,26 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from safetensors import safe_open
 
 from slipstream.config.loading import absolute_path
 from slipstream.config.schema import Config, ConfigError
-from slipstream.controller.node_faults import Fault, Needs, bandwidth_faults, connection_faults, find_faults, several
+from slipstream.controller.node_faults import (
+    MIN_BANDWIDTH,
+    Fault,
+    Needs,
+    bandwidth_faults,
+    connection_faults,
+    find_faults,
+    several,
+)
 from slipstream.controller.node_worker import TOKEN, NodeReport, NodeWorker, versions
-from slipstream.controller.server_checks import try_servers
 from slipstream.environments.load import LIBRARIES
 from slipstream.errors import RunError, UserError
+from slipstream.generators.vllm.server_client import RequestFailed, ServerClient, inspect_server
+from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.model.device import dtype_name
 from slipstream.runtime.addresses import link_environment, private_store
 from slipstream.runtime.placement import VISIBLE, Network, place, resolve_auto
@@ -282,6 +292,34 @@ async def in_rounds(
             found, errors = await gather(calls, limit)
             results, failed = results | found, failed | errors
     return results, failed
+
+
+async def try_servers(trainer: NodeWorker, config: Config) -> tuple[dict[str, float], list[Fault]]:
+    """Bytes per second from the worker on the trainer's node to each of `generator.servers`, and the faults."""
+    results = [await _try_server(url, trainer, config) for url in config.generator.servers]  # one stream at a time
+    rates = {url: rate for url, rate in zip(config.generator.servers, results, strict=True) if isinstance(rate, float)}
+    return rates, [Fault("servers", found) for found in results if isinstance(found, str)]
+
+
+async def _try_server(url: str, trainer: NodeWorker, config: Config) -> float | str:
+    """The rate, or the fault."""
+    client = ServerClient(url)
+    try:
+        client.open()
+        await inspect_server(client, config)
+        peer = await trainer.serve_streams(urlsplit(url).hostname or "")
+        rates = await client.call_workers("be reached", None, WorkerMethods.slipstream_receive_stream, *peer)
+    except ConfigError as error:
+        return str(error)
+    except UserError as error:
+        return f"{client.name}: the trainer's node can't send to it: {error}"
+    except RequestFailed as failure:
+        return f"{failure}; open the ports of this host for it, or name another network as sync.interface"
+    finally:
+        await client.close()
+    if min(rates) < MIN_BANDWIDTH:
+        return f"{client.name} receives {8e-6 * min(rates):.1f} Mbit/s from the trainer's node; check its network"
+    return min(rates)
 
 
 def _process(node: Node, config: Config | None, environment: Mapping[str, str] | None = None) -> WorkerProcess:

@@ -1,21 +1,23 @@
-"""The objects and the state that all parts of a run share."""
+"""The objects and the state that all parts of a run share, and those of each environment."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
+from slipstream.config.environments import SamplingConfig
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.launch import Cluster
-from slipstream.controller.run_environment import RunEnvironment, training_sampling
 from slipstream.controller.trackers import TrackerProcess
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.load import load_environments, takes_reward_workers, with_steps
+from slipstream.environments.episode import reward_error_counter
+from slipstream.environments.load import LoadedEnvironment, load_environments, takes_reward_workers, with_steps
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.generators.pool import EngineReplica
-from slipstream.model.inspection import max_model_len
+from slipstream.model.inspection import has_experts, max_model_len
 from slipstream.model.tokenizer import load_tokenizer
 from slipstream.objective import load_objective
 from slipstream.observe.events import CONTROLLER, SCORING
@@ -23,8 +25,10 @@ from slipstream.observe.health import Health, HealthWarning
 from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.run_totals import RunTotals
+from slipstream.rollout import Sampling
 from slipstream.runtime.run_directory import RunDirectory
-from slipstream.scheduling.loop_state import LoopState
+from slipstream.scheduling.curriculum import TaskStream
+from slipstream.scheduling.loop_state import FailureStreak, LoopState
 from slipstream.scoring.load import FunctionScorer, load_scoring
 from slipstream.sync.link import PublishStats
 
@@ -157,3 +161,33 @@ class RunContext:
                 f"the reward function raised {error.one_line}; the reward is 0 then, and reward/errors in "
                 'metrics.jsonl counts it. Mend the function, or set environment.reward_error = "fail"'
             )
+
+
+class RunEnvironment:
+    """An environment with what its training rollouts need."""
+
+    def __init__(
+        self, config: Config, loaded: LoadedEnvironment, on_reward_error: Callable[[ScoringError], None]
+    ) -> None:
+        self.loaded, self.options, self.environment = loaded, loaded.options, loaded.environment
+        self.sampling = training_sampling(config, config.sampling_of(loaded.options))
+        self.reward_errors = reward_error_counter(loaded.options, on_reward_error)
+        self.long_prompts: dict[int, str] = {}  # task index: length of a prompt that exceeds the context
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Go back to the state before the first step."""
+        tasks, options = len(self.environment.train), self.options
+        self.stream = TaskStream(options.label, tasks, options.weight, options.curriculum)
+        self.retired: set[int] = set()  # indices of tasks whose every try failed
+        self.failure_streak = FailureStreak(options.max_failures, tasks)
+
+
+def training_sampling(config: Config, options: SamplingConfig) -> Sampling:
+    """Sampling parameters of training rollouts."""
+    return Sampling(
+        **options.model_dump(exclude={"stop"}),
+        stop_strings=tuple(options.stop),
+        record_sampling_mask=config.algorithm.replay_sampling_mask,
+        record_routing=config.algorithm.replay_routing and has_experts(config.model.path),
+    )
