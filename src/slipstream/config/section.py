@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -55,3 +56,13 @@ def parse_options(section: str, kind: type[Options], options: Mapping[str, Any])
         name = ".".join((section, "options", *map(str, first["loc"])))
         problem = " is not set" if first["type"] == "missing" else f" = {first['input']!r:.60}: {first['msg']}"
         raise ConfigError(f"{name}{problem}; the options are {', '.join(kind.model_fields)}") from None
+
+
+def bearer_headers(section: str, variable: str) -> dict[str, str]:
+    """The Authorization header with the token in `variable`, SECTION.options.token_env; {} if that is "".
+
+    Raises `ConfigError`.
+    """
+    if variable and variable not in os.environ:
+        raise ConfigError(f"{section}.options.token_env = {variable!r}: no such environment variable")
+    return {"Authorization": f"Bearer {os.environ[variable]}"} if variable else {}

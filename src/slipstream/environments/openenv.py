@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from slipstream.config.section import ConfigError, Section, parse_options
+from slipstream.config.section import ConfigError, Section, bearer_headers, parse_options
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.openenv_session import MAX_WHY, Episode, EpisodeTool, open_session
 from slipstream.rollout import Rollout
@@ -66,13 +65,11 @@ class OpenEnv:
 
     def __init__(self, name: str, **options: Any) -> None:
         self._options = taken = parse_options("environment", OpenEnvOptions, options)
-        if taken.token_env and taken.token_env not in os.environ:
-            raise ConfigError(f"environment.options.token_env = {taken.token_env!r}: no such environment variable")
+        self._headers = bearer_headers("environment", taken.token_env)
         if not importlib.util.find_spec("aiohttp"):
             raise ConfigError(
                 f"environment.name = 'openenv:{name}' needs aiohttp: pip install 'slipstream-rl[openenv]'"
             )
-        self._headers = {"Authorization": f"Bearer {os.environ[taken.token_env]}"} if taken.token_env else {}
         self._server: PackageServer | None = None
         self._url = name.rstrip("/").replace("ws", "http", name.startswith("ws"))
         try:

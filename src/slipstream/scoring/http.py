@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from slipstream.config.section import ConfigError, Section, is_url, parse_options
+from slipstream.config.section import ConfigError, Section, bearer_headers, is_url, parse_options
 from slipstream.environments.base import Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.reward_workers import ScoringError
@@ -61,7 +60,7 @@ class Judge:
             raise ConfigError(
                 f"scoring.options.url = {self._url!r} is not a URL; give one such as http://host:8000/score"
             )
-        self._headers = _headers(taken.token_env)
+        self._headers = bearer_headers("scoring", taken.token_env)
         self._tokenizer = tokenizer
         self._session: Any = None
         self.retries: Counter[str] = Counter()
@@ -144,14 +143,3 @@ def parse_answer(body: bytes) -> Any:
         shown = body[:MAX_SHOWN].decode(errors="replace")
         raise _AttemptFailed("answer", f"neither a number nor an object: {shown}", retry=False)
     return answer
-
-
-def _headers(token_env: str) -> dict[str, str]:
-    """The Authorization header, if `token_env` is set. Raises `ConfigError`."""
-    if not token_env:
-        return {}
-    if token_env not in os.environ:
-        raise ConfigError(
-            f"scoring.options.token_env = {token_env!r}, but there is no such variable in the environment"
-        )
-    return {"Authorization": f"Bearer {os.environ[token_env]}"}
