@@ -97,7 +97,6 @@ class Cluster:
 
     @property
     def trainer_ranks(self) -> Sequence[WorkerProcess]:
-        """The processes of the trainer."""
         trainer = self.trainer_process
         return trainer.processes if isinstance(trainer, RankGroup) else (trainer,)
 

@@ -90,7 +90,6 @@ class Session:
             raise self.failed("list its tools", f"the answer is {answer!r:.200}") from None
 
     def failed(self, what: str, why: str) -> ServerFailed:
-        """An error of this server."""
         return ServerFailed(f"the OpenEnv server {self._url} failed to {what}: {' '.join(why.split()):.{MAX_WHY}}")
 
     async def close(self) -> None:

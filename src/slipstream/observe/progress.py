@@ -116,7 +116,6 @@ class Progress:
             self._rollouts.append((f"r = {rollout.reward:.2g}", prompt, Text(shorten(last.text, TEXT))))
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Show the record of a step."""
         self._records.append(record)
         self.latest, self._unprinted, now = record, True, time.monotonic()
         self._ends.append((record.get("step") or 0, now))

@@ -54,7 +54,6 @@ class Teacher(ScoringProcess):
 
 
 def replace_teacher(config: Config, path: Path) -> Config:
-    """The configuration with another `teacher.path`."""
     return config.model_copy(update={"teacher": config.teacher.model_copy(update={"path": str(path)})})
 
 

@@ -370,6 +370,4 @@ class NetworkRate:
 
 
 class Delta:
-    """Both ends of the link."""
-
     Sender, Receiver = DeltaSender, DeltaReceiver

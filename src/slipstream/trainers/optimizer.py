@@ -46,7 +46,6 @@ MOMENTUM, NEWTON_SCHULZ, ITERATIONS, MUON_RMS = 0.95, (3.4445, -4.7750, 2.0315),
 
 def new_optimizer(model: Any, parameters: Mapping[str, nn.Parameter], options: TrainerConfig, compiled: bool,
                   seed: int) -> torch.optim.Optimizer:  # fmt: skip
-    """The optimizer of `options` for the trained `parameters` of `model`."""
     plain = options.optimizer == "adamw" and options.master_weights == "float32"
     if not plain or options.offload_optimizer:
         matrices = hidden_matrices(model, parameters) if options.optimizer == "muon" else frozenset[str]()

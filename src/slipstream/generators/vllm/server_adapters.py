@@ -65,5 +65,4 @@ class ServerAdapters:
         return self.current
 
     def release(self, request: VllmRequest) -> None:
-        """The request has ended."""
         del self._requests[request]

@@ -111,7 +111,6 @@ def default_target(results: Sequence[RunResult]) -> float | None:
 
 
 def read_result(run: Run) -> RunResult:
-    """The result of a run that has ended."""
     records = load_run(run.path)
     metrics, evaluations, summary = records.metrics, records.evaluations, records.summary
     pauses = [(e["step"], e["eval/duration_s"]) for e in evaluations if run.lag == 0 and e["step"]]
