@@ -658,16 +658,19 @@ def test_any_seed_is_mapped_to_a_valid_seed_of_vllm() -> None:
     assert seed(2**70 + 3) == seed(3) == 3 and seed(2**63 - 1) == 2**63 - 1 and 0 <= seed(-5) < 2**63
 
 
-@pytest.mark.parametrize("fits", [False, True])
-@pytest.mark.parametrize("how", ["recompute", "retry"])
+@pytest.mark.parametrize(
+    ("how", "fits", "own_process"),
+    [("recompute", False, False), ("retry", False, False), ("recompute", True, True), ("retry", True, False)],
+)
 def test_completions_are_exact_across_sleep(
-    how: str, fits: bool, patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, fits: bool, own_process: bool, patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences have exact records after two turns of the trainer, one without and one with new weights.
 
-    If its steps fit beside the engine, this only pauses to receive them; here its core has a process, as on a GPU.
+    If the trainer's steps fit beside the engine, the engine only pauses to receive the weights. Once vLLM's core has
+    its own process, as on a GPU. Each such start imports vLLM in two processes.
     """
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(fits)))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(own_process)))
 
     async def main() -> None:
         flags = ["--sync.placement=colocated", f"--sync.in_flight={how}", "--sync.verify=full"]
