@@ -367,6 +367,7 @@ REFUSED = {  # without a worker
     MODEL + "unknown_quant": '{"quant_method": "marlinn"} of its config.json names no quant_method that transformers',
     MODEL + "generation": "generation/generation_config.json is no table of JSON (Expecting",
     MODEL + "eos": 'eos/generation_config.json: eos_token_id = "</s>" must be a token id or a list of these; change it',
+    TRAIN + "--generator.max_model_len=257": "= 257 exceeds the model's context of 256 tokens; lower it",
     TRAIN + "--sampling.max_tokens=256": "sampling.max_tokens = 256 leaves no room for a prompt in the model's context",
 }  # fmt: skip
 

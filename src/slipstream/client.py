@@ -67,7 +67,7 @@ class RunHandle:
         return Completion(**answer | {"spans": tuple(VersionSpan(*span) for span in answer["spans"])})
 
     def scale(self, engines: int) -> str:
-        """Change the number of engines. Returns the state of the run once they serve."""
+        """Change the number of engines; further ones start in the background. Returns the state of the run."""
         return str(self._ask("scale", limited=False, engines=engines))
 
     def pause(self) -> str:

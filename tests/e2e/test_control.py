@@ -86,7 +86,8 @@ def test_a_run_is_controlled_from_another_process(
         (lambda: run.generate("w1" * 2**20), "the request is longer than 1048576 bytes"),
         (lambda: run.generate(5), "give text, token ids, or messages"),  # type: ignore[arg-type]
         (lambda: run.generate("w1", temperature="hot"), "temperature = 'hot' must be"),
-        (lambda: run.scale(0), "engines = 0 must be a whole number, 1 or more"),
+        (lambda: run.scale(0), "engines = 0 must be a whole number from 1 to 4096"),
+        (lambda: run.scale(10**6), "engines = 1000000 must be a whole number from 1 to 4096"),
         (lambda: run.metrics(last=0), "last = 0 must be a whole number from 1 to 1000"),
         (lambda: run._ask("dance"), "there is no command 'dance'; there are status, metrics"),
         (lambda: run._ask("pause", why="so"), "pause: got an unexpected keyword argument 'why'"),
@@ -111,6 +112,7 @@ def test_a_run_is_controlled_from_another_process(
     listed = json.loads(slipstream("runs", "--dir", Path(run.run).parent, "--json").stdout)
     assert [row["state"] for row in listed] == ["running"]
     assert "engines = 0" in refused(capfd, "scale", run.run, "0")
+    assert slipstream("scale", run.run, "1").stdout == f"{run.run}: running; engines: 1 before, 1 now\n"
     assert "'two' is not a number of engines" in refused(capfd, "scale", run.run, "two")
     assert "--loop.steps=3 is no option of this command" in refused(capfd, "pause", run.run, "--loop.steps=3")
 

@@ -113,7 +113,8 @@ def build(factory: Callable[..., Any], arguments: Sequence[Any], needed: Sequenc
     try:
         inspect.signature(factory).bind(*arguments)
     except (TypeError, ValueError) as error:
-        raise LoadError(f"it can't be called with {len(arguments)} arguments ({error}); {SEE}") from None
+        number = f"{len(arguments)} argument{'s' * (len(arguments) != 1)}"
+        raise LoadError(f"it can't be called with {number} ({error}); {SEE}") from None
     with nullcontext() if str(getattr(factory, "__module__", "")).startswith("slipstream.") else user_code():
         built = factory(*arguments)
         for name in needed:

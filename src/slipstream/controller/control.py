@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from slipstream.config.section import MAX_WORKERS
 from slipstream.controller.engine_supervisor import scale
 from slipstream.controller.finish import record_pause, stop_run
 from slipstream.controller.run_context import RunContext
@@ -133,9 +134,10 @@ class Commands:
         return {name: getattr(completion, name) for name in COMPLETION}
 
     async def scale(self, engines: int) -> str:
-        if not isinstance(engines, int) or isinstance(engines, bool) or engines < 1:
+        if not isinstance(engines, int) or isinstance(engines, bool) or not 1 <= engines <= MAX_WORKERS:
             raise ControlError(
-                f"engines = {engines!r:.80} must be a whole number, 1 or more; `slipstream pause` lets all engines wait"
+                f"engines = {engines!r:.80} must be a whole number from 1 to {MAX_WORKERS}; "
+                "`slipstream pause` lets all engines wait"
             )
         self._refuse_if_starting()
         if self._scaling.locked():

@@ -34,7 +34,14 @@ from slipstream.environments.prompts import describe, find_overlong_prompts
 from slipstream.errors import RunError
 from slipstream.model.device import pick_device
 from slipstream.model.images import reads_images
-from slipstream.model.inspection import attention_heads, can_share_heads, causal_lm, max_model_len, model_config
+from slipstream.model.inspection import (
+    attention_heads,
+    can_share_heads,
+    causal_lm,
+    max_model_len,
+    model_config,
+    model_context,
+)
 from slipstream.model.loading import load_causal_lm, load_model
 from slipstream.model.paths import check_paths
 from slipstream.model.policy import validate_context
@@ -110,14 +117,22 @@ def validate_devices(config: Config) -> None:
             raise ConfigError(f'{name} = "{device}", but Ray chooses the GPUs of each worker; give "auto" or "cpu"')
 
 
-def validate_models(config: Config) -> None:
-    """Raise `ConfigError` for a policy, reference or teacher that can't be loaded, or that an option can't apply to."""
-    context, longest = max_model_len(config), config.longest_completion
-    if 0 < context <= longest:
+def _validate_context(config: Config) -> None:
+    context, asked, longest = model_context(config), config.generator.max_model_len, config.longest_completion
+    if config.generator.engine == "torch" and 0 < context < asked:  # vLLM decides itself
         raise ConfigError(
-            f"sampling.max_tokens = {longest} leaves no room for a prompt in the model's context of {context} tokens; "
+            f"generator.max_model_len = {asked} exceeds the model's context of {context} tokens; lower it"
+        )
+    if 0 < (limit := max_model_len(config)) <= longest:
+        raise ConfigError(
+            f"sampling.max_tokens = {longest} leaves no room for a prompt in the model's context of {limit} tokens; "
             "lower it"
         )
+
+
+def validate_models(config: Config) -> None:
+    """Raise `ConfigError` for a policy, reference or teacher that can't be loaded, or that an option can't apply to."""
+    _validate_context(config)
     if config.trainer.kind == "pytorch":
         for own in config.each_model:
             model = load_model(own.model, own.lora, device=META, dtype=torch.float32, policies=own.policies)

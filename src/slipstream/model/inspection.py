@@ -147,9 +147,14 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 def max_model_len(config: Config) -> int:
     """Largest number of tokens of prompt and completion together; 0 if neither the run nor a model limits it."""
+    return min((limit for limit in (config.generator.max_model_len, model_context(config)) if limit), default=0)
+
+
+def model_context(config: Config) -> int:
+    """Tokens of the smallest context of the run's models; 0 if no model has a limit."""
     models = [_text_config(own.model.path) for own in config.each_model]
-    known = [config.generator.max_model_len, *(getattr(own, "max_position_embeddings", 0) for own in models)]
-    return min((limit for limit in known if limit), default=0)
+    limits = (getattr(own, "max_position_embeddings", 0) for own in models)
+    return min((limit for limit in limits if limit), default=0)
 
 
 def has_experts(path: str) -> bool:
