@@ -137,6 +137,19 @@ def test_a_synchronous_run_has_no_lag_and_sides_that_take_turns() -> None:
         assert record.start >= before.end
 
 
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_at_most_max_concurrent_rollouts_are_in_flight(max_lag: int) -> None:
+    most = 0
+
+    def observe(simulation: Simulation) -> None:
+        nonlocal most
+        most = max(most, simulation.in_flight)
+
+    simulation = Simulation(scenario(work(max_concurrent=6), max_lag=max_lag), observe)
+    bounded, free = simulation.run(), Simulation(scenario(max_lag=max_lag)).run()
+    assert most == 6 and bounded[-1].end > 1.5 * free[-1].end
+
+
 def test_no_side_is_busy_for_longer_than_the_time() -> None:
     figures = simulated_figures(scenario(work(Lengths(512, 0.8, 4096)), engines=4, slots=64), warm=1)
     for before, after in itertools.pairwise(figures.records):

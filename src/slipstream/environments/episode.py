@@ -39,6 +39,7 @@ from slipstream.generators.base import GenerationError
 from slipstream.rollout import Rollout
 from slipstream.runtime.closing import abandon, gather_all
 from slipstream.runtime.worker import succeeded
+from slipstream.scheduling.loop_state import max_episodes
 
 EVENTS = asyncio.events.__file__  # of the frame that calls a task's step
 AGAIN_S = 0.01  # after which an ignored interruption is raised again
@@ -104,13 +105,9 @@ def episode_limits(config: EnvironmentConfig) -> ConversationLimits:
 
 
 def episode_slots(config: Config, engine_slots: int) -> EpisodeSlots:
-    """Slots for episodes in flight: by default twice `engine_slots` (sequences that the engines decode; 0: unknown).
-
-    The default is unbounded for a synchronous run, which starts a whole wave at once: the order of requests must not
-    depend on when other episodes end.
-    """
-    auto = 0 if config.loop.max_lag == 0 or not engine_slots else max(2 * engine_slots, config.loop.group_size)
-    return EpisodeSlots(config.environment.max_concurrent or auto)
+    """Slots for episodes in flight. `engine_slots` is the number of sequences that the engines decode; 0: unknown."""
+    loop, limit = config.loop, config.environment.max_concurrent
+    return EpisodeSlots(max_episodes(loop.max_lag, loop.group_size, engine_slots, limit))
 
 
 def reward_error_counter(

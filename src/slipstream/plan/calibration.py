@@ -214,7 +214,7 @@ def scenario_of_run(found: Fit, config: Config, shape: Shape, most: int = 40) ->
     colocated = sync.placement == "colocated"
     work = Workload(
         found.prompt, found.completion, loop.groups_per_step, loop.group_size, min(loop.steps, most), sync.every,
-        found.turns, found.tool, found.tool_tokens,
+        found.turns, found.tool, found.tool_tokens, max_concurrent=config.environment.max_concurrent,
     )  # fmt: skip
     cluster = Cluster(find_gpu("h100"), 8)  # whose rates the fitted ones replace
     hold = found.rates.step_overhead_s if colocated else 0.0

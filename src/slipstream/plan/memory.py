@@ -43,7 +43,7 @@ def workload_of(config: Config) -> Workload:
     loop, most = config.loop, config.longest_completion
     return Workload(
         Lengths(PROMPT), Lengths(max(1, most / 2), SPREAD, most), loop.groups_per_step, loop.group_size,
-        loop.steps, config.sync.every, lora_rank=config.lora.rank,
+        loop.steps, config.sync.every, max_concurrent=config.environment.max_concurrent, lora_rank=config.lora.rank,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import heapq
 import itertools
 import json
 import random
+import sys
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from slipstream.plan.scenario import Scenario, StepRecord
 from slipstream.rollout import Completion, Group, Rollout, float32_array, int32_array
 from slipstream.scheduling.curriculum import TaskStream
 from slipstream.scheduling.ledger import Visit
-from slipstream.scheduling.loop_state import LoopState
+from slipstream.scheduling.loop_state import LoopState, max_episodes
 
 TASKS = 64
 NONE, NO_LOGPROBS = int32_array(()), float32_array(())  # spans say how many tokens there are
@@ -77,7 +78,9 @@ class Simulation:
         self._loads = [(0, index) for index in range(scenario.engines)]
         self._index = {engine: index for index, engine in enumerate(self.engines)}
         self._scorers = [0.0] * self.work.scorers
-        self._limit = 2 * scenario.slots * scenario.engines if scenario.max_lag else 10**9
+        slots = scenario.slots * scenario.engines
+        limit = max_episodes(scenario.max_lag, self.work.group_size, slots, self.work.max_concurrent)
+        self._limit = limit or sys.maxsize
         self._synchronous = not scenario.max_lag or scenario.force_max_lag or scenario.placement == "colocated"
         self._saved = self._save()
 

@@ -94,7 +94,8 @@ class Workload:
     """A run: `steps` of `groups` groups of `group_size` rollouts, published after every `every` steps.
 
     A rollout samples `completion` tokens in `turns` turns. After each turn but the last a tool works for `tool` and
-    adds `tool_tokens`. Then scorers work for `scoring`, `scorers` at once.
+    adds `tool_tokens`. Then scorers work for `scoring`, `scorers` at once. At most `max_concurrent` rollouts are in
+    flight; 0: the default of runs.
     """
 
     prompt: Lengths
@@ -108,6 +109,7 @@ class Workload:
     tool_tokens: int = 0
     scoring: Delay = Delay()
     scorers: int = 64
+    max_concurrent: int = 0
     lora_rank: int = 0
     learning_rate: float = 1e-5
 

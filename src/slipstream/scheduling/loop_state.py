@@ -228,3 +228,14 @@ class FailureStreak:
         many = len(self.tasks) >= min(self._limit, self._all)
         never = not self._succeeded and len(self.tasks) >= min(2, self._all) and self.tasks.issuperset(running)
         return many or never
+
+
+def max_episodes(max_lag: int, group_size: int, engine_slots: int, limit: int) -> int:
+    """Largest number of episodes in flight; 0: unbounded. `limit` is `environment.max_concurrent`.
+
+    `engine_slots` is the number of sequences that the engines decode; 0: unknown. By default it is twice that, and
+    unbounded for a synchronous run, which starts a whole wave at once: the order of requests must not depend on when
+    other episodes end.
+    """
+    auto = max(2 * engine_slots, group_size) if max_lag and engine_slots else 0
+    return limit or auto

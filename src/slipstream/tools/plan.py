@@ -237,6 +237,7 @@ def workload(options: argparse.Namespace, config: Config | None) -> Workload:
         options.turns or 1, Delay(options.tool_seconds, 1.0 if options.tool_seconds else 0.0), options.tool_tokens,
         Delay(options.scoring_seconds, 1.0 if options.scoring_seconds else 0.0),
         config.scoring.concurrency if config else 64,
+        config.environment.max_concurrent if config else 0,
         options.lora_rank if options.lora_rank is not None else (config.lora.rank if config else 0),
         config.trainer.learning_rate if config else 1e-5,
     )  # fmt: skip
