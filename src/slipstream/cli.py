@@ -203,9 +203,8 @@ def _add_plan(into: Subparsers) -> None:
     plan.add_argument("--measure", action="store_true", help="measure the GPU of this machine instead of --gpu's rates")
     plan.add_argument("--gpus", default="8", metavar="N,N", help="numbers of GPUs (default: 8)")
     plan.add_argument("--max-lag", metavar="N,N", help="values of loop.max_lag (default: 0 and the run's, or 1)")
-    plan.add_argument(
-        "--lengths", type=Path, metavar="FILE", help="completion lengths: a number a line, or a JSON list"
-    )
+    for flag, whose in (("--lengths", "completions"), ("--prompt-lengths", "prompts")):
+        plan.add_argument(flag, type=Path, metavar="FILE", help=f"lengths of {whose}: a number a line, or a JSON list")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all splits with their figures, best first")
     drawn = "draw throughput against lag, a step's timeline, and memory by GPU"
     plan.add_argument("--html", type=Path, metavar="FILE", help=drawn)
@@ -215,9 +214,10 @@ def _add_plan(into: Subparsers) -> None:
         ("--rollouts", int, None, "rollouts of a step (default: the run's, or 512)"),
         ("--group-size", int, None, "rollouts per task (default: the run's, or 8)"),
         ("--steps", int, None, "optimizer steps (default: the run's, or 100)"),
-        ("--prompt", int, None, "tokens of a prompt (default: 512)"),
+        ("--prompt", int, None, "mean tokens of a prompt (default: 512)"),
+        ("--prompt-spread", float, 0.0, "deviation of the logarithm of prompt lengths (default: 0, equal lengths)"),
         ("--completion", int, None, "mean tokens of a completion (default: its limit)"),
-        ("--spread", float, 0.0, "deviation of the logarithm of the lengths (default: 0, equal lengths)"),
+        ("--spread", float, 0.0, "deviation of the logarithm of completion lengths (default: 0, equal lengths)"),
         ("--max-tokens", int, None, "longest completion (default: sampling.max_tokens, or four times the mean)"),
         ("--turns", int, None, "turns of an episode, which share its tokens (default: the run's, or 1)"),
         ("--tool-seconds", float, 0.0, "mean time of a tool after each turn but the last (default: 0)"),

@@ -66,7 +66,8 @@ def records(steps: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def test_training_rates_and_gaps_are_found_again() -> None:
-    found = fit(*records(20), config("--generator.max_num_seqs=16"), 10.0)
+    found = fit(*records(20), config("--generator.max_num_seqs=16"), [14, 6])
+    assert found.prompt.values == (6, 14) and found.prompt.mean == 10
     assert found.rates.train_fixed_s == pytest.approx(0.5, rel=1e-6)
     assert found.rates.train_token_s == pytest.approx(0.001, rel=1e-6)
     assert found.rates.step_overhead_s == pytest.approx(0.02, rel=1e-6)
@@ -83,7 +84,7 @@ def test_turns_of_a_rollout_are_no_rollouts() -> None:
             for engine, start, _, _, *rest in event["rollouts"]
             for part in (0, 1)
         ]
-    found = fit(metrics, events, config("--generator.max_num_seqs=16"), 10.0)
+    found = fit(metrics, events, config("--generator.max_num_seqs=16"), [10])
     assert (found.turns, found.completion.mean) == (2, 100)
     assert found.tool_s == pytest.approx(0.2)
     own = scenario_of_run(found, config("--loop.groups_per_step=2", "--loop.group_size=5"), SHAPE)
@@ -93,14 +94,14 @@ def test_turns_of_a_rollout_are_no_rollouts() -> None:
 def test_short_records_are_refused() -> None:
     metrics, events = records(5)
     with pytest.raises(ConfigError, match="it has 5 steps, and a fit needs 6"):
-        fit(metrics, events, config(), 10.0)
+        fit(metrics, events, config(), [10])
     metrics, events = records(8)
     with pytest.raises(ConfigError, match=r"events.jsonl has 0 whole completions"):
-        fit(metrics, [], config(), 10.0)
+        fit(metrics, [], config(), [10])
 
 
 def test_a_run_is_simulated_with_its_own_options() -> None:
-    found = fit(*records(20), config("--generator.max_num_seqs=16"), 10.0)
+    found = fit(*records(20), config("--generator.max_num_seqs=16"), [10])
     own = scenario_of_run(
         found, config("--loop.max_lag=0", "--loop.groups_per_step=2", "--loop.group_size=5", "--loop.steps=20"), SHAPE
     )
@@ -112,7 +113,7 @@ def test_a_run_is_simulated_with_its_own_options() -> None:
 
 def test_the_simulated_part_of_a_long_run_has_no_end() -> None:
     """At the end of a run engines start nothing, so that they would be less busy than in the run."""
-    found = fit(*records(20), config("--generator.max_num_seqs=16"), 10.0)
+    found = fit(*records(20), config("--generator.max_num_seqs=16"), [10])
     found = replace(found, completion=Lengths(256, 0.6, 2048))  # with stragglers, which the last steps wait for
     whole, part = (
         simulated_figures(scenario_of_run(found, config("--loop.max_lag=4", "--loop.steps=200"), SHAPE, most))

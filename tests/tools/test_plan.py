@@ -45,6 +45,34 @@ def test_plan_prints_a_ranking_and_a_configuration_that_is_valid(
     assert config.trainer.ranks == first["trainer_ranks"]
 
 
+def test_lengths_of_prompts_come_from_a_file_or_a_distribution(tmp_path: Path) -> None:
+    lengths, file = tmp_path / "prompts.txt", tmp_path / "plan.json"
+    lengths.write_text("100\n300\n2600\n")
+
+    def planned(*flags: str) -> tuple[float, float]:
+        shared = [
+            "plan",
+            "--model",
+            "1.7B",
+            "--gpus",
+            "2",
+            "--rollouts",
+            "64",
+            "--completion",
+            "64",
+            "--json",
+            str(file),
+        ]
+        assert cli.main([*shared, *flags]) == 0
+        found = json.loads(file.read_text())
+        return found["run"]["prompt"], found["splits"][0]["step_s"]
+
+    (fixed, fixed_s), (varied, varied_s) = planned("--prompt=1000"), planned(f"--prompt-lengths={lengths}")
+    spread, _ = planned("--prompt=1000", "--prompt-spread=0.5")
+    assert fixed == varied == 1000 and spread == pytest.approx(1000, rel=0.02)
+    assert varied_s == pytest.approx(fixed_s, rel=0.3) and varied_s != fixed_s
+
+
 def test_the_page_shows_all_splits_and_is_well_formed(tmp_path: Path) -> None:
     page, file = tmp_path / "plan.html", tmp_path / "plan.json"
     shared = ["plan", "--model", "1.7B", "--gpus", "2", "--max-lag", "0,1", *SMALL]
@@ -174,6 +202,8 @@ def test_a_gpu_is_measured() -> None:
         ("--model 7B --tool-seconds inf", "--tool-seconds inf must be a number from 0 to 86,400"),
         ("--model 7B --tool-seconds 5", "--tool-seconds and --tool-tokens are those between turns; give --turns 2"),
         ("--model 7B --lengths words.txt --completion 10", "--lengths has all lengths; leave --completion"),
+        ("--model 7B --prompt-lengths words.txt --prompt 10", "--prompt-lengths has all lengths; leave --prompt"),
+        ("--model 7B --prompt-lengths words.txt", "--prompt-lengths words.txt, entry 2: 'two' is no whole number"),
         ("--model 7B --turns 100 --completion 10", "--turns 100 exceeds the 10 tokens that the turns share"),
         ("--model 7B --lengths huge.json", "--lengths huge.json, entry 2: inf is no whole number from 1 to"),
         ("--model 7B --lengths words.txt", "--lengths words.txt, entry 2: 'two' is no whole number from 1 to"),

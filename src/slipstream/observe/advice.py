@@ -85,7 +85,7 @@ def fit_run(run: Run) -> Fit:
         for (visit, rollout, turn), (prompt, _) in lengths.items()
         if (visit, rollout, turn - 1) in lengths
     ]
-    return fit(run.metrics, run.events, run_config(run), mean(prompts), mean(added))
+    return fit(run.metrics, run.events, run_config(run), prompts, mean(added))
 
 
 def run_config(run: Run, *flags: str) -> Config:

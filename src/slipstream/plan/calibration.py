@@ -95,9 +95,13 @@ def _timed_steps(metrics: Sequence[Record]) -> list[Record]:
 
 
 def fit(
-    metrics: Sequence[Record], events: Sequence[Record], config: Config, prompt: float, tool_tokens: float = 0.0
+    metrics: Sequence[Record],
+    events: Sequence[Record],
+    config: Config,
+    prompts: Sequence[int],
+    tool_tokens: float = 0.0,
 ) -> Fit:
-    """Rates of a run from its records. `prompt` is the mean number of tokens of a rollout's first prompt.
+    """Rates of a run from its records. `prompts` are the numbers of tokens of rollouts' first prompts.
 
     `tool_tokens` is that of the tokens that a tool adds before each further turn.
 
@@ -115,7 +119,8 @@ def fit(
         )
     train = fit_line([(r["train/packed_tokens"] / config.trainer.ranks, r["time/step_s"]) for r in timed])
     decode, lengths = fit_line(points), tuple(sum(one.tokens for one in each) for each in played)
-    reference = config.generator.gpus_per_engine, prompt + fmean(lengths) / 2
+    prompt = Lengths(fmean(prompts or [1]), samples=tuple(prompts))
+    reference = config.generator.gpus_per_engine, prompt.mean + fmean(lengths) / 2
     rates = replace(
         Rates(), train_fixed_s=train.fixed, train_token_s=train.each, decode_fixed_s=decode.fixed,
         decode_sequence_s=decode.each, step_overhead_s=max(0.0, median(_gaps(steps))), decode_reference=reference,
@@ -126,7 +131,7 @@ def fit(
     pauses = [record["sync/pause_ms"] / 1000 for record in timed if record.get("sync/pause_ms") is not None]
     between = [after.start - turn.end for each in played for turn, after in pairwise(each)]
     return Fit(
-        rates, Lengths(max(1.0, prompt)), Lengths(fmean(lengths), samples=lengths), train.error, decode.error,
+        rates, prompt, Lengths(fmean(lengths), samples=lengths), train.error, decode.error,
         median(pauses or [0.0]), median(_transfers(events) or [0.0]),
         trained / seconds, busy["train"], busy["gen"],
         sum(r["lag/mean"] * r["train/tokens"] for r in timed) / trained,

@@ -154,8 +154,8 @@ class Workload:
         return self.read + self.completion.square / (2 * self.completion.typical)
 
 
-def read_lengths(path: Path) -> Lengths:
-    """Completion lengths in tokens, from a file with a JSON list or numbers separated by white space.
+def read_lengths(option: str, path: Path) -> Lengths:
+    """Lengths in tokens, from the file of an option, with a JSON list or numbers separated by white space.
 
     Raises `ConfigError` for an unreadable file, fewer than two numbers, or a number outside 1 to `MAX_LENGTH`.
     """
@@ -164,16 +164,16 @@ def read_lengths(path: Path) -> Lengths:
         found = json.loads(text) if text.lstrip().startswith("[") else text.split()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--lengths {path}: {reason}; give a file with one number of tokens a line") from None
-    samples = tuple(_length(path, place, entry) for place, entry in enumerate(found, 1))
+        raise ConfigError(f"{option} {path}: {reason}; give a file with one number of tokens a line") from None
+    samples = tuple(_length(f"{option} {path}", place, entry) for place, entry in enumerate(found, 1))
     if len(samples) < 2:
-        raise ConfigError(f"--lengths {path}: it needs two numbers or more")
+        raise ConfigError(f"{option} {path}: it needs two numbers or more")
     return Lengths(fmean(samples), samples=samples)
 
 
-def _length(path: Path, place: int, entry: Any) -> int:
+def _length(source: str, place: int, entry: Any) -> int:
     with contextlib.suppress(ValueError):
         is_number = isinstance(entry, int | str) or (isinstance(entry, float) and entry.is_integer())
         if is_number and not isinstance(entry, bool) and 1 <= int(entry) <= MAX_LENGTH:
             return int(entry)
-    raise ConfigError(f"--lengths {path}, entry {place}: {entry!r:.40} is no whole number from 1 to {MAX_LENGTH:,}")
+    raise ConfigError(f"{source}, entry {place}: {entry!r:.40} is no whole number from 1 to {MAX_LENGTH:,}")

@@ -37,8 +37,8 @@ INTEGERS = {  # bounds
     "tool_tokens": (0, 10**9), "lora_rank": (0, 10**9),
 }  # fmt: skip
 NUMBERS = {
-    "spread": (0, 3), "tool_seconds": (0, 86_400), "scoring_seconds": (0, 86_400), "network": (1e-3, 1e9),
-    "engine_rate": (1e-3, 1e9), "price": (0, 1e9),
+    "spread": (0, 3), "prompt_spread": (0, 3), "tool_seconds": (0, 86_400), "scoring_seconds": (0, 86_400),
+    "network": (1e-3, 1e9), "engine_rate": (1e-3, 1e9), "price": (0, 1e9),
 }  # fmt: skip
 # Of the data sheet's rates: 808 of 989 TFLOP/s on an H200 (tflops / utilisation in trainer_h200.json); a usual copy.
 MATMUL_SHARE, COPY_SHARE = 0.82, 0.9
@@ -162,7 +162,7 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
         rates = replace(rates, engine_tokens_per_s=options.engine_rate)
     if found and not (options.completion or options.lengths):
         work = replace(work, completion=replace(found.completion, most=work.completion.most))
-    if found and not options.prompt:
+    if found and not (options.prompt or options.prompt_lengths):
         work = replace(work, prompt=found.prompt)
     if found and options.turns is None:
         work = replace(work, turns=found.turns, tool_tokens=options.tool_tokens or found.tool_tokens)
@@ -219,10 +219,12 @@ def workload(options: argparse.Namespace, config: Config | None) -> Workload:
     """The work of a run. Completions reach `sampling.max_tokens` unless `--completion` or `--lengths` is given."""
     if options.lengths and (options.completion or options.spread):
         raise ConfigError("--lengths has all lengths; leave --completion and --spread out")
+    if options.prompt_lengths and (options.prompt or options.prompt_spread):
+        raise ConfigError("--prompt-lengths has all lengths; leave --prompt and --prompt-spread out")
     loop, most = config.loop if config else None, options.max_tokens or (config.longest_completion if config else 0)
     completion = Lengths(options.completion or most or 2048, options.spread, most)
     if options.lengths:
-        completion = replace(read_lengths(options.lengths), most=most)
+        completion = replace(read_lengths("--lengths", options.lengths), most=most)
     elif most and completion.mean > most:
         raise ConfigError(f"--completion {options.completion} exceeds the limit of {most} tokens; raise --max-tokens")
     if loop and loop.epochs and not options.steps:
@@ -231,8 +233,11 @@ def workload(options: argparse.Namespace, config: Config | None) -> Workload:
     rollouts = options.rollouts or (loop.groups_per_step * size if loop else DEFAULT_ROLLOUTS)
     if rollouts % size:
         raise ConfigError(f"--rollouts {rollouts} is no multiple of the group size {size}; change one, or --group-size")
+    prompt = Lengths(options.prompt or DEFAULT_PROMPT, options.prompt_spread)
+    if options.prompt_lengths:
+        prompt = read_lengths("--prompt-lengths", options.prompt_lengths)
     return Workload(
-        Lengths(options.prompt or DEFAULT_PROMPT), completion, rollouts // size, size,
+        prompt, completion, rollouts // size, size,
         options.steps or (loop.steps if loop else DEFAULT_STEPS), config.sync.every if config else 1,
         options.turns or 1, Delay(options.tool_seconds, 1.0 if options.tool_seconds else 0.0), options.tool_tokens,
         Delay(options.scoring_seconds, 1.0 if options.scoring_seconds else 0.0),
