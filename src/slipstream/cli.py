@@ -210,6 +210,7 @@ def _add_plan(into: Subparsers) -> None:
     plan.add_argument("--html", type=Path, metavar="FILE", help=drawn)
     numbers: tuple[tuple[str, type, float | None, str], ...] = (
         ("--per-node", int, 8, "GPUs of one host (default: 8)"),
+        ("--link", float, None, "GB/s in one direction between GPUs of a host (default: that of --gpu)"),
         ("--network", float, 400.0, "Gbit/s between hosts (default: 400)"),
         ("--rollouts", int, None, "rollouts of a step (default: the run's, or 512)"),
         ("--group-size", int, None, "rollouts per task (default: the run's, or 8)"),

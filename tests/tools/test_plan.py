@@ -191,6 +191,7 @@ def test_a_gpu_is_measured() -> None:
         ("--model 7B --gpus 0", "--gpus 0 must be whole numbers from 1 to 1024"),
         ("--model 7B --max-lag=-1", "--max-lag -1 must be whole numbers from 0 to 1000"),
         (f"--model 7B --max-lag {10**30}", "must be whole numbers from 0 to 1000"),
+        ("--model 7B --link 0", "--link 0.0 must be a number from 0.001 to 1,000,000"),
         ("--model 7B --network 0", "--network 0.0 must be a number from 0.001 to 1,000,000,000"),
         ("--model 7B --network=-5", "--network -5.0 must be"),
         ("--model 7B --network nan", "--network nan must be"),

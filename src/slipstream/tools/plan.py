@@ -38,7 +38,7 @@ INTEGERS = {  # bounds
 }  # fmt: skip
 NUMBERS = {
     "spread": (0, 3), "prompt_spread": (0, 3), "tool_seconds": (0, 86_400), "scoring_seconds": (0, 86_400),
-    "network": (1e-3, 1e9), "engine_rate": (1e-3, 1e9), "price": (0, 1e9),
+    "link": (1e-3, 1e6), "network": (1e-3, 1e9), "engine_rate": (1e-3, 1e9), "price": (0, 1e9),
 }  # fmt: skip
 # Of the data sheet's rates: 808 of 989 TFLOP/s on an H200 (tflops / utilisation in trainer_h200.json); a usual copy.
 MATMUL_SHARE, COPY_SHARE = 0.82, 0.9
@@ -156,6 +156,7 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
     path = config.model.path if config else ""
     shape = find_shape(options.model) if options.model else find_shape(path, "model.path")
     gpu = measure_gpu(find_gpu(options.gpu)) if options.measure else find_gpu(options.gpu)
+    gpu = replace(gpu, link=options.link * 1e9) if options.link else gpu
     cluster = Cluster(gpu, gpus, options.per_node, options.network * 1e9 / 8)
     rates, work = found.rates if found else Rates(), workload(options, config)
     if options.engine_rate:
