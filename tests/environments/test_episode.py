@@ -420,6 +420,6 @@ def test_an_abandoned_score_is_not_returned_to_the_next_call(rewards: str) -> No
 )
 def test_an_invalid_number_fails_its_rollout_alone(rollout: Rollout, why: str) -> None:
     with pytest.raises(RolloutFailed, match=why):
-        validate_numbers(rollout)
+        validate_numbers(rollout, "a/1")
     sound = Rollout((), 1.0, {"style": math.nan}, ((StepReward(0, 0.5),),))
-    assert validate_numbers(sound).steps == sound.steps  # NaN says that there is no such part
+    assert validate_numbers(sound, "a/1").steps == sound.steps  # NaN says that there is no such part

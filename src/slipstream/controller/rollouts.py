@@ -217,8 +217,9 @@ def retire_task(run: RunContext, visit: Visit, failure: RolloutFailed) -> None:
 
 def run_error(run: RunContext, found: str, last: RolloutFailed) -> RunError:
     """The error for too many failures, with the last of them and the command that resumes the run."""
+    separator = "\n" if "\n" in last.detail else ": "  # the lines of a traceback stand alone
     resume = f"Fix the cause, then: slipstream train --resume {run.directory.path}"
-    return RunError(f"{found}, the last with: {last.reason}\n{last.detail}\n{resume}")
+    return RunError(f"{found}, the last with: {last.reason}{separator}{last.detail}\n{resume}")
 
 
 async def report_slow_episodes(slots: EpisodeSlots, note: Callable[[str], object]) -> None:

@@ -144,10 +144,12 @@ async def run_episode(
         rollouts = await _play(environment, task, policy, options, unrewarded)
         policy.end()
         if not all(rollout.completions for rollout in rollouts):
-            raise RolloutFailed("no completion", "the episode returned without having sampled from the policy")
+            raise RolloutFailed(
+                "no completion", f"task {task.id}: the episode returned without having sampled from the policy"
+            )
         if options.scoring:
             rollouts = tuple(await gather_all(options.scoring(task, rollout) for rollout in rollouts))
-        return rollouts if options.unrewarded else tuple(map(validate_numbers, rollouts))
+        return rollouts if options.unrewarded else tuple(validate_numbers(rollout, task.id) for rollout in rollouts)
     except (ConfigError, GeneratorExit):
         raise
     except BaseException as error:
@@ -239,20 +241,21 @@ def _as_rollout_failed(error: BaseException, task: Task, policy: Policy) -> Roll
     return RolloutFailed(reason, f"task {task.id}: {error}")
 
 
-def validate_numbers(rollout: Rollout) -> Rollout:
+def validate_numbers(rollout: Rollout, task_id: str) -> Rollout:
     """The rollout with plain numbers. Raises `RolloutFailed` for rewards or metrics that training can't use."""
     reward = as_reward(rollout.reward)
     steps = [step.reward for turn in rollout.steps for step in turn]
     for name, value in (("reward", reward), *(("reward of a step", value) for value in steps)):
         if not math.isfinite(value):
-            raise RolloutFailed(f"{name} is {value}", "a reward must be a finite number")
+            raise RolloutFailed(f"{name} is {value}", f"task {task_id}: a reward must be a finite number")
         if abs(value) > MAX_REWARD:
-            found = f"{name} above {MAX_REWARD:g}"
-            raise RolloutFailed(found, f"it is {value:g}; a reward must be a finite number, up to {MAX_REWARD:g}")
+            limit = f"a reward must be a finite number, up to {MAX_REWARD:g}"
+            raise RolloutFailed(f"{name} above {MAX_REWARD:g}", f"task {task_id}: it is {value:g}; {limit}")
     metrics = {name: float(value) for name, value in rollout.metrics.items()}
     if infinite := next((name for name, value in metrics.items() if math.isinf(value)), ""):
         raise RolloutFailed(
-            f"metric {infinite} is infinite", "a metric must be a finite number, or NaN where there is none"
+            f"metric {infinite} is infinite",
+            f"task {task_id}: a metric must be a finite number, or NaN where there is none",
         )
     return dataclasses.replace(rollout, reward=reward, metrics=metrics)
 
