@@ -152,7 +152,7 @@ CORPUS = {
     "eval MODEL --environment addition --samples 0": "evaluation.samples = 0: it must be greater than or equal to 1",
     "eval MODEL --environment addition --json --markdown": "argument --markdown: not allowed with argument --json",
     "eval run": "not valid TOML",
-    "eval unfinished": "has no policy/ yet; `slipstream train --resume unfinished` finishes the run",
+    "eval unfinished": "has no policy/ yet, since the run has not ended; `slipstream status unfinished` shows it",
     "eval MODEL --environment addition --tasks x": 'evaluation.tasks = "x": it must be a whole number',
     "eval MODEL --environment addition --tasks 0 --samples 2": "--tasks 0: there is nothing to evaluate on",
     "generate": "the following arguments are required: MODEL|RUN_DIR, --prompt",

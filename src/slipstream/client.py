@@ -12,6 +12,7 @@ cluster. Handles hold no connection: they may be copied, used by several threads
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -116,18 +117,18 @@ def describe_ended(run: Path) -> str:
     """Why no controller answers in this directory, and what to do."""
     if not run.is_dir():
         return "it is no directory; give that of a run (`slipstream runs` lists them), or --address and the run's name"
-    host = ""
+    host, again = "", f"slipstream train --resume {shlex.quote(str(run))}"
     with suppress(OSError):
         host = (run / FOLDER / HOST).read_text()  # of a controller that serves the run, or was killed while it did
     if host not in ("", socket.gethostname()):
         return f"its controller is on host {host}; give the command there, or on a Ray cluster --address and its name"
     if (state := read_summary(run)) and not (run / FOLDER).exists():
-        over, again = f"the run is over, after step {state.get('steps')}", f"slipstream train --resume {run}"
+        over = f"the run is over, after step {state.get('steps')}"
         return (
             f"{over}; continue it with `{again}`" if state.get("stopped") else f"{over}; its policy is {run / 'policy'}"
         )
     if (run / "config.toml").exists():
-        return f"the run was killed or failed; continue it with `slipstream train --resume {run}`"
+        return f"the run was killed or failed; continue it with `{again}`"
     if (run / "lock").exists():
         return "the run is starting, or its start failed; try again in a moment, or start it again"
     return "it is no run directory; `slipstream runs` lists those under runs/"

@@ -252,6 +252,9 @@ def test_the_number_of_engines_changes_while_a_run_goes_on(link: str, tiny: Path
         pool = run.cluster.generator
         with pytest.raises(ConfigError, match=r"engines = 0 is less than generator.min_replicas = 1"):
             await supervisor.scale(run, 0)
+        await until(lambda: pool.generators[0].process.memory_bytes > 0)
+        with pytest.raises(ConfigError, match=r"3999 more engines need [\d,.]+ GB of memory, .* GB are left"):
+            await supervisor.scale(run, 4000)
         await supervisor.scale(run, 3)
         await until(lambda: len(pool.alive) == 3)
         await step(run, 3)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.cli import main
-from slipstream.config.loading import load_config
+from slipstream.config.loading import load_config, load_policy_config
 from slipstream.observe.estimates import compare_paired
 from slipstream.run import run_name
 from slipstream.tools.evaluate import describe_comparison
@@ -123,6 +123,20 @@ def test_a_dataset_is_named_by_its_file(folder: Path, tmp_path: Path, capfd: pyt
     assert main(["eval", str(folder / "first"), *flags]) == 0
     assert capfd.readouterr().out.startswith("sums.jsonl: score 0.000")
     assert run_name(load_config(None, [f"--model.path={folder}/first", *flags])) == "sums"
+
+
+def test_another_dataset_keeps_the_reward_of_the_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'model.path = "m"\nenvironment = { name = "mine.py:score", dataset = "a.jsonl", prompt = "question" }\n'
+    )
+    config = load_policy_config(str(path), None, ["--environment.dataset=b.jsonl", "--environment.test=0.5"])
+    assert config.environment.name.endswith("mine.py:score")
+    assert config.environment.options == {"dataset": "b.jsonl", "prompt": "question", "test": 0.5}
+    path.write_text(
+        'model.path = "m"\nenvironment.name = "mine.py:score"\nenvironment.options = { dataset = "a.jsonl" }\n'
+    )
+    assert load_config(path, ["--environment.test=0.5"]).environment.options == {"dataset": "a.jsonl", "test": 0.5}
 
 
 def test_vllm_and_the_embedded_engine_give_the_same_greedy_answers(

@@ -125,10 +125,20 @@ def test_what_cannot_be_exported_is_one_line(
     (unfinished / "config.toml").touch()
     (tmp_path / "file").touch()
     assert "nowhere holds no run (no config.toml)" in refused("export", tmp_path / "nowhere")
-    assert "has no policy/ yet; `slipstream train --resume" in refused("export", unfinished)
+    assert "has no policy/ yet, since the run has not ended; `slipstream status" in refused("export", unfinished)
     assert "leave --merge out" in refused("export", whole, "--merge")
     assert "exists; remove it, or give another directory" in refused("export", whole, "--to", tmp_path)
     assert "can't be written" in refused("export", whole, "--to", tmp_path / "file" / "inside")
+    for name, content, said in (
+        ("adapter_model.safetensors", b"x" * 9, "has damaged files"), ("adapter_config.json", b"x", "Expecting value"),
+        ("adapter_model.safetensors", b"", "No such file"), ("adapter_config.json", b"", "has no config.json"),
+    ):  # fmt: skip
+        damaged = shutil.copytree(adapter, tmp_path / f"damaged {said}")
+        (damaged / "policy" / name).unlink()
+        if content:
+            (damaged / "policy" / name).write_bytes(content)
+        for merge in ([], ["--merge"]):
+            assert said in refused("export", damaged, *merge, "--to", tmp_path / "never"), (name, content)
     monkeypatch.setattr("shutil.copyfile", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space")))
     assert "the disk is full" in refused("export", adapter, "--merge", "--to", tmp_path / "full")
     assert not list(tmp_path.glob("full*"))

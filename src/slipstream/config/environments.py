@@ -22,6 +22,14 @@ DATASET_OPTIONS = (  # which may be written next to the section's own
 )  # fmt: skip
 
 
+def reads_dataset(environment: Any) -> bool:
+    """Whether the values of an environment's section name a dataset."""
+    if not isinstance(environment, dict):
+        return False
+    options = environment.get("options")
+    return "dataset" in environment or (isinstance(options, dict) and "dataset" in options)
+
+
 class SamplingConfig(Section):
     """Sampling parameters of training rollouts."""
 
@@ -113,12 +121,14 @@ class EnvironmentConfig(Section):
     @classmethod
     def _move_dataset_options(cls, values: Any) -> Any:
         """The options of a dataset, which may be written next to the section's own, in `options`."""
-        if not isinstance(values, dict) or ("dataset" not in values and values.get("name") != "dataset"):
+        if not isinstance(values, dict):
+            return values
+        if not reads_dataset(values) and values.get("name") != "dataset":
             return values
         own = values.get("name", "dataset") != "dataset"  # whose options are known once it is loaded
-        options = {n: v for n, v in values.items() if n in DATASET_OPTIONS or (own and n not in cls.model_fields)}
-        given = {name: value for name, value in values.items() if name not in options}
-        return {"name": "dataset"} | given | {"options": given.get("options", {}) | options}
+        moved = {n: v for n, v in values.items() if n in DATASET_OPTIONS or (own and n not in cls.model_fields)}
+        given = {name: value for name, value in values.items() if name not in moved}
+        return {"name": "dataset"} | given | {"options": given.get("options", {}) | moved}
 
     def within(self, shared: EnvironmentConfig) -> EnvironmentConfig:
         """The options of this entry of `[[environments]]`, with those of `[environment]` for options that it lacks."""

@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from pydantic import ValidationError
 from slipstream.config import checks
 from slipstream.config.adapter import ADAPTER, with_adapter_options
 from slipstream.config.algorithm import AlgorithmConfig, PolicyConfig
-from slipstream.config.environments import BUILT_IN, DATASET_OPTIONS, CurriculumConfig, SamplingConfig
+from slipstream.config.environments import BUILT_IN, DATASET_OPTIONS, CurriculumConfig, SamplingConfig, reads_dataset
 from slipstream.config.schema import NO_DEVICE, SECTIONS, Config, ConfigError, LoraConfig
 from slipstream.config.section import Section
 from slipstream.config.toml import is_writable, to_toml
@@ -80,7 +81,9 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
     Raises `ConfigError`.
     """
     run, given = Path(target) / "config.toml", dict(parse_flags(flags))
-    dataset = "dataset" if "environment.dataset" in given else ""
+    file = Path(target) if target.endswith(".toml") else run
+    known = file.exists() and reads_dataset(_read(file).get("environment"))  # another dataset replaces its own
+    dataset = "dataset" if "environment.dataset" in given and not known else ""
     environment = str(given.get("environment.name") or environment or dataset)
     if target.endswith(".toml") and environment and _read(target).get("environments"):
         config = load_config(target, [flag for flag in flags if not flag.startswith("--environment.")])
@@ -182,7 +185,11 @@ def policy_of(target: str, name: str = "") -> Path:
     Raises `ConfigError` before the end of the run, for a run of several policies without a name, and for unknown names.
     """
     if not (policy := Path(target) / "policy").is_dir():
-        raise ConfigError(f"{target} has no policy/ yet; `slipstream train --resume {target}` finishes the run")
+        path = shlex.quote(target)
+        raise ConfigError(
+            f"{target} has no policy/ yet, since the run has not ended; `slipstream status {path}` shows it while it "
+            f"runs, and else `slipstream train --resume {path}` continues it"
+        )
     several = sorted({each.parent for kind in (ADAPTER, "config.json") for each in policy.glob(f"*/{kind}")})
     if several and not name:
         found = ", ".join(each.as_posix() for each in several)

@@ -22,6 +22,7 @@ from slipstream.generators.pool import EngineReplica, GeneratorPool, Start
 from slipstream.generators.vllm.servers import Server
 from slipstream.runtime.addresses import link_environment
 from slipstream.runtime.closing import close_at_once, closing
+from slipstream.runtime.memory import available_bytes
 from slipstream.runtime.placement import Placement, gpus_of_engine, place, resolve_auto
 from slipstream.runtime.process import stop_prestarted
 from slipstream.runtime.rank_group import RankGroup, trainer_process
@@ -138,6 +139,9 @@ class Cluster:
         if engines < generator.min_replicas:
             raise ConfigError(f"engines = {engines} is less than generator.min_replicas = {generator.min_replicas}")
         gpus_of_engine(self._placement, engines - 1, assignable_gpus(self._config, engines))
+        if self._config.runtime.kind == "local":
+            processes = [e.process for e in pool.generators if isinstance(e.process, WorkerProcess)]
+            validate_memory(engines - len(processes), max((p.memory_bytes for p in processes), default=0))
 
     def engine_start(self) -> AbstractAsyncContextManager[object]:
         """Context in which an engine may start and join. Colocated placement excludes turns of the trainer."""
@@ -146,6 +150,14 @@ class Cluster:
     async def close(self) -> None:
         async with closing(self.link.close):
             await close_at_once(self.generator.close, self.trainer_process.stop)
+
+
+def validate_memory(engines: int, each: int) -> None:
+    """Raise `ConfigError` if `engines` more engines with `each` bytes of memory do not fit on this host."""
+    needed, left = engines * each, available_bytes()
+    if needed > left:  # the system would kill processes of the run
+        found = f"{engines} more engines need {needed / 1e9:,.1f} GB of memory, each as much as those of the run"
+        raise ConfigError(f"{found}, and {left / 1e9:,.1f} GB are left")
 
 
 def new_trainer(config: Config, directory: Path, placement: Placement) -> WorkerProcess | RankGroup:

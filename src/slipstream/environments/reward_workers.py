@@ -194,7 +194,8 @@ class RewardWorkerPool:
             detail = "\n".join(error.details.splitlines()[-TRACEBACK_LINES:])
             raise (RewardRaised if reusable else ScoringError)(error.kind, detail) from None
         except TimeoutError:
-            slow = f"the reward took longer than {self._timeout:g} s; see the time limits in the configuration"
+            limit = "a tenth of environment.timeout, or scoring.timeout for a scorer"
+            slow = f"the reward took longer than {self._timeout:g} s: {limit}"
             raise ScoringError("reward time limit", slow) from None
         except WorkerDied as died:
             why = f"the reward function took its process down: {describe_death(died)}"

@@ -64,7 +64,7 @@ def check_path(path: str, option: str = "model.path") -> None:
         raise ConfigError(f"{option} = {path!r}: no such directory, and not a Hub name (owner/name){keywords}")
     elif local.parent.is_dir():
         found = f"no such directory in {str(local.parent)!r}, which is here"
-        raise ConfigError(f"{option} = {path!r}: {found}; make it first")
+        raise ConfigError(f"{option} = {path!r}: {found}; give one that exists")
     elif isinstance(try_to_load_from_cache(path, "config.json"), str):
         return
     elif constants.HF_HUB_OFFLINE:

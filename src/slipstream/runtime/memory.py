@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 from pathlib import Path
 
@@ -28,6 +29,18 @@ def unshared_bytes(children: bool = False) -> int:
             for thread in (process / "task").iterdir() if children else ():
                 processes += map(int, (thread / "children").read_text().split())
     return total
+
+
+def available_bytes() -> float:
+    """Memory of this host or container that processes can still take; infinity where the system does not say."""
+    found, group = math.inf, Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, LookupError):
+        values = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        found = 1024.0 * int(values["MemAvailable"].split()[0])
+    with contextlib.suppress(OSError, LookupError, ValueError):  # "max" is no number
+        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        found = min(found, float(int((group / "memory.max").read_text()) - int(used["anon"])))
+    return found
 
 
 def freeze_heap() -> None:

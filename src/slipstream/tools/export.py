@@ -43,7 +43,7 @@ def export(run: Path, to: Path | None = None, merge: bool = False, name: str = "
     """
     options = load_run(run).options
     policy, to = policy_of(str(run), name), to or run / ("merged" if merge else "export") / name
-    adapter = adapter_config(str(policy))
+    adapter = _checked(policy, "policy")
     if merge and not adapter:
         raise ConfigError(f"--merge: {run} has trained all weights, so {policy} is a whole model; leave --merge out")
     if to.exists():
@@ -56,6 +56,17 @@ def export(run: Path, to: Path | None = None, merge: bool = False, name: str = "
         else:
             shutil.copytree(policy, partial, dirs_exist_ok=True)
     return to
+
+
+def _checked(policy: Path, option: str) -> dict[str, Any]:
+    """The adapter's configuration, empty for a whole model. Raises `ConfigError` for missing or damaged files."""
+    check_path(str(policy), option)
+    with explain_damaged_files(str(policy), option):
+        adapter = adapter_config(str(policy))
+        if adapter:
+            with safe_open(policy / ADAPTER_WEIGHTS, "np"):
+                pass
+    return adapter
 
 
 @contextmanager
