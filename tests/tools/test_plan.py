@@ -79,10 +79,11 @@ def test_the_page_shows_all_splits_and_is_well_formed(tmp_path: Path) -> None:
     assert cli.main([*shared, "--html", str(page), "--json", str(file)]) == 0
     text = page.read_text()
     drawings = [ElementTree.fromstring(found) for found in re.findall(r"<svg.*?</svg>", text, re.S)]
-    assert len(drawings) == 3
+    assert len(drawings) == 4, "throughput, a timeline, and the memory of trainer and engine"
     splits = {(s["placement"], s["trainer_ranks"], s["engines"], s["tensor_parallel"], s["max_lag"])
               for s in json.loads(file.read_text())["splits"] if s["fits"]}  # fmt: skip
-    assert len(drawings[0].findall("circle")) == len(splits)
+    assert len(drawings[0].findall("circle")) == len(splits) + 1, "the first has a ring, too"
+    assert "weights" in text and re.search(r"activations [\d.]+ GiB", text) and "max_lag 1" in text
     assert "<script" not in text and "http:" not in text and "https:" not in text
 
 

@@ -17,9 +17,11 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</t
 <style>body{{font:15px/1.5 system-ui;max-width:900px;margin:2em auto;padding:0 1em}}svg{{width:100%}}
 text{{font:12px system-ui;fill:currentColor}}pre{{background:#8881;padding:1em}}</style>
 <h1>{title}</h1><p>{why}</p>
-<h2>Throughput against lag</h2><p>Each point is a split; the line joins the best of each lag.</p>{front}
+<h2>Throughput against lag</h2><p>Each point is a split; the line joins the best of each max_lag.
+The ring is the first of the table. {lags}</p>{front}
 <h2>Steps of the first split</h2><p>Simulated, after the start of the run.</p>{timeline}
-<h2>Memory of each GPU</h2>{memory}<h2>Configuration</h2><pre>{config}</pre></html>"""
+<h2>Memory of each GPU</h2><p>The frame is its {total} GiB.</p>{memory}
+<h2>Configuration</h2><pre>{config}</pre></html>"""
 
 
 def page(plans: Sequence[Plan]) -> str:
@@ -28,9 +30,15 @@ def page(plans: Sequence[Plan]) -> str:
     cluster, fitting = best.problem.cluster, distinct([plan for plan in plans if not plan.missing])
     title = f"{best.problem.shape.name} on {cluster.gpus} x {cluster.gpu.name}"
     return PAGE.format(
-        title=escape(title), why=escape(explain(fitting)), front=_front(fitting), timeline=_timeline(best),
-        memory=_memory(best), config=escape(to_config(best)),
+        title=escape(title), why=escape(explain(fitting)), lags=_lags(fitting), front=_front(fitting),
+        timeline=_timeline(best), total=f"{cluster.gpu.memory / GIB:,.1f}", memory=_memory(best),
+        config=escape(to_config(best)),
     )  # fmt: skip
+
+
+def _lags(plans: Sequence[Plan]) -> str:
+    lags = sorted({plan.split.max_lag for plan in plans})
+    return _legend((f"max_lag {lag}", COLORS[lag % 6]) for lag in lags)
 
 
 def _front(plans: Sequence[Plan]) -> str:
@@ -52,9 +60,12 @@ def _front(plans: Sequence[Plan]) -> str:
         f"lag {p.lag_mean:.1f}</title></circle>"
         for p in plans
     )
-    labels = [_text(LEFT, HEIGHT - 8, "lag 0"), _text(WIDTH - 60, HEIGHT - 8, f"lag {most_lag:.1f}"),
-              _text(0, 24, f"{most_rate:,.0f} tokens/s"), _text(0, HEIGHT - 30, "0")]  # fmt: skip
-    return _svg(HEIGHT, [f'<polyline points="{front}" fill="none" stroke="#888"/>', *dots, *labels])
+    lags = (
+        _text(LEFT - 14 + (WIDTH - LEFT - RIGHT) * i / 4, HEIGHT - 8, f"lag {most_lag * i / 4:.2g}") for i in range(5)
+    )
+    rates = (_text(0, HEIGHT - 26 - (HEIGHT - 50) * i / 4, f"{most_rate * i / 4:,.0f} tokens/s") for i in range(5))
+    ring = '<circle cx="{:.1f}" cy="{:.1f}" r="9" fill="none" stroke="currentColor"/>'.format(*point(plans[0]))
+    return _svg(HEIGHT, [f'<polyline points="{front}" fill="none" stroke="#888"/>', *dots, ring, *lags, *rates])
 
 
 def _timeline(plan: Plan) -> str:
@@ -77,17 +88,26 @@ def _timeline(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """One stacked bar for each role, to the scale of a GPU's memory."""
+    """One stacked bar for each role, to the scale of a GPU's memory, with a legend."""
     total, rows = plan.problem.cluster.gpu.memory, list[str]()
-    for number, (role, parts) in enumerate(plan.memory.items()):
-        x, y = float(LEFT), 10 + 60 * number
-        rows.append(_text(0, y + 18, role))
+    for role, parts in plan.memory.items():
+        x, bars = float(LEFT), [_text(0, 22, role)]
         for color, (part, size) in enumerate(parts.items()):
             width = (WIDTH - LEFT - RIGHT) * size / total
-            rows.append(_bar(x, y, width, color, title=f"{part}: {size / GIB:,.1f} GiB"))
-            rows += [_text(x + 3, y + 38, f"{part} {size / GIB:,.0f}")] if width > 8 * len(part) else []
+            bars.append(_bar(x, 5, width, color, title=f"{part}: {size / GIB:,.1f} GiB"))
             x += width
-    return _svg(60 * len(plan.memory) + 20, rows)
+        frame = f'<rect x="{LEFT}" y="5" width="{WIDTH - LEFT - RIGHT}" height="24" fill="none" stroke="currentColor"/>'
+        sizes = ((f"{part} {size / GIB:,.1f} GiB", COLORS[i % 6]) for i, (part, size) in enumerate(parts.items()))
+        rows.append(f"{_svg(34, [*bars, frame])}<p>{_legend(sizes)}</p>")
+    return "".join(rows)
+
+
+def _legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Texts, each after a square of its colour."""
+    return " ".join(
+        f'<span style="white-space:nowrap"><span style="color:{color}">&#9632;</span> {escape(text)}</span>'
+        for text, color in entries
+    )
 
 
 def _bar(x: float, y: float, width: float, color: int, opacity: float = 1.0, title: str = "") -> str:
