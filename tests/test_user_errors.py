@@ -282,7 +282,7 @@ CORPUS = {
     EVAL + "envs.py:Mine --environment.options.sise=1": "sise is unknown to envs.py:Mine (did you mean size?)",
     EVAL + "envs.py:three": "takes 3 arguments; write `async def rollout(task, policy)`",
     EVAL + "envs.py:policy_sync": "write it as `async def`",
-    EVAL + "envs.py:reward": "environment.dataset is not set; a function needs dataset = FILE",
+    EVAL + "envs.py:reward": "environment.dataset is not set; a function needs the file of its tasks",
     EVAL + "envs.py:reward --environment.dataset=gone.jsonl": "dataset 'gone.jsonl': there is no such file",
     EVAL + "addition --environment.options.digits=0": "environment.options.digits = 0 can't be; give 1 to 9",
     EVAL + "gsm8k --environment.options.data=gone/": "dataset 'gone/': there is no such file or directory",

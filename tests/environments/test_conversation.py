@@ -473,6 +473,8 @@ def test_tool_calls_are_parsed() -> None:
     assert schema["function"]["parameters"]["required"] == ["number"]
     with pytest.raises(ConfigError, match=r"must return a list of Call\(name, arguments\), and returned {'name': 'f'}"):
         Tools([double], lambda _: [{"name": "f"}]).calls("f", "f")  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="tools has 'double', which is no function; give the functions themselves"):
+        Tools(["double"], hermes)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,8 @@ def test_a_gpu_is_measured() -> None:
         ("--model 7B --lengths words.txt", "--lengths words.txt, entry 2: 'two' is no whole number from 1 to"),
         ("--model 7B --engine-rate 0", "--engine-rate 0.0 must be a number from 0.001 to"),
         ("--model 7B --html gone/p.html", "--html gone/p.html: there is no directory gone"),
+        ("--model 7B --json .", "--json . is a directory; give a file"),
+        ("--model 7B --lengths bytes.bin", "--lengths bytes.bin: no text; give a file with one number"),
         ("--model 7B --completion 200000", "has a context of 131,072"),
         ("--model 7B --rollouts 7", "--rollouts 7 is no multiple of the group size 8"),
         ("--model 405B", "405B fits on no split of 8 x h100"),
@@ -226,6 +228,7 @@ def test_wrong_arguments_are_one_line(
     monkeypatch.chdir(tmp_path)
     Path("huge.json").write_text("[1, 1e400]")
     Path("words.txt").write_text("1 two")
+    Path("bytes.bin").write_bytes(b"\xa0\x01")
     assert cli.main(["plan", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1

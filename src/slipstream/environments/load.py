@@ -189,8 +189,11 @@ class FunctionEnvironment:
         if "train" in options:
             options["dataset"] = options.pop("train")
         if unusable := [name for name in ("dataset", "reward") if (name in options) == (name == "reward")]:
-            what = "is not set" if unusable[0] == "dataset" else "does nothing: the function is the reward"
-            raise ConfigError(f"environment.{unusable[0]} {what}; a function needs dataset = FILE of its tasks")
+            raise ConfigError(
+                "environment.dataset is not set; a function needs the file of its tasks"
+                if unusable[0] == "dataset"
+                else "environment.reward does nothing: the function is the reward; leave it out"
+            )
         tasks = _construct(Dataset, config.model_copy(update={"options": options}), {})
         self.train, self.test = tasks.train, tasks.test
 

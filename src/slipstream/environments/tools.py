@@ -128,6 +128,8 @@ class Tools:
     def __init__(
         self, functions: Sequence[Tool], parse: ToolCallParser | VllmToolCallParser, timeout: float = 10.0
     ) -> None:
+        for wrong in (f for f in functions if not callable(f)):
+            raise TypeError(f"tools has {wrong!r:.60}, which is no function; give the functions themselves")
         # A tool of a server has a schema, by which the server validates.
         self._server_schemas = {f.__name__: f.schema for f in functions if hasattr(f, "schema")}
         adapted = [f for f in functions if f.__name__ not in self._server_schemas]

@@ -163,7 +163,7 @@ def read_lengths(option: str, path: Path) -> Lengths:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text) if text.lstrip().startswith("[") else text.split()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or ("no text" if isinstance(error, UnicodeError) else error)
         raise ConfigError(f"{option} {path}: {reason}; give a file with one number of tokens a line") from None
     samples = tuple(_length(f"{option} {path}", place, entry) for place, entry in enumerate(found, 1))
     if len(samples) < 2:

@@ -50,6 +50,8 @@ def plan(options: argparse.Namespace, flags: list[str]) -> None:
     for option, path in (("--html", options.html), ("--json", options.json)):
         if path and not path.parent.is_dir():
             raise ConfigError(f"{option} {path}: there is no directory {path.parent}; make it or choose another file")
+        if path and path.is_dir():
+            raise ConfigError(f"{option} {path} is a directory; give a file")
     run = load_run(options.run) if options.run else None
     file = options.config or (run and run.path / "config.toml")
     config = load_config(file, flags) if file else None
