@@ -38,9 +38,8 @@ from slipstream.model.inspection import (
     attention_heads,
     can_share_heads,
     causal_lm,
-    max_model_len,
     model_config,
-    model_context,
+    validate_lengths,
 )
 from slipstream.model.loading import load_causal_lm, load_model
 from slipstream.model.paths import check_paths
@@ -117,22 +116,9 @@ def validate_devices(config: Config) -> None:
             raise ConfigError(f'{name} = "{device}", but Ray chooses the GPUs of each worker; give "auto" or "cpu"')
 
 
-def _validate_context(config: Config) -> None:
-    context, asked, longest = model_context(config), config.generator.max_model_len, config.longest_completion
-    if config.generator.engine == "torch" and 0 < context < asked:  # vLLM decides itself
-        raise ConfigError(
-            f"generator.max_model_len = {asked} exceeds the model's context of {context} tokens; lower it"
-        )
-    if 0 < (limit := max_model_len(config)) <= longest:
-        raise ConfigError(
-            f"sampling.max_tokens = {longest} leaves no room for a prompt in the model's context of {limit} tokens; "
-            "lower it"
-        )
-
-
 def validate_models(config: Config) -> None:
     """Raise `ConfigError` for a policy, reference or teacher that can't be loaded, or that an option can't apply to."""
-    _validate_context(config)
+    validate_lengths(config)
     if config.trainer.kind == "pytorch":
         for own in config.each_model:
             model = load_model(own.model, own.lora, device=META, dtype=torch.float32, policies=own.policies)

@@ -1,6 +1,6 @@
 """Facts about a model: its parts, sizes, attention heads, layers, experts, and limits.
 
-Functions with a `path` read the configuration files of that model, and `max_model_len` those of all models of a run.
+Functions with a `path` read the configuration files of that model, and those with a `config` of all models of a run.
 The others inspect the object that they are given. An unreadable configuration gives None or an empty result;
 `load_model` reports why.
 """
@@ -14,7 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from slipstream.config.schema import Config
+from slipstream.config.schema import Config, ConfigError
 from slipstream.model.paths import adapter_config, may_be_model
 
 SIZES = (
@@ -155,6 +155,20 @@ def model_context(config: Config) -> int:
     models = [_text_config(own.model.path) for own in config.each_model]
     limits = (getattr(own, "max_position_embeddings", 0) for own in models)
     return min((limit for limit in limits if limit), default=0)
+
+
+def validate_lengths(config: Config) -> None:
+    """Raise `ConfigError` for lengths that exceed the model's context."""
+    context, asked, longest = model_context(config), config.generator.max_model_len, config.longest_completion
+    if config.generator.engine == "torch" and 0 < context < asked:  # vLLM decides itself
+        raise ConfigError(
+            f"generator.max_model_len = {asked} exceeds the model's context of {context} tokens; lower it"
+        )
+    if 0 < (limit := max_model_len(config)) <= longest:
+        raise ConfigError(
+            f"sampling.max_tokens = {longest} leaves no room for a prompt in the model's context of {limit} tokens; "
+            "lower it"
+        )
 
 
 def has_experts(path: str) -> bool:
