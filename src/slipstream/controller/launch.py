@@ -22,7 +22,7 @@ from slipstream.generators.pool import EngineReplica, GeneratorPool, Start
 from slipstream.generators.vllm.servers import Server
 from slipstream.runtime.addresses import link_environment
 from slipstream.runtime.closing import close_at_once, closing
-from slipstream.runtime.memory import available_bytes
+from slipstream.runtime.memory import available_memory
 from slipstream.runtime.placement import Placement, gpus_of_engine, place, resolve_auto
 from slipstream.runtime.process import stop_prestarted
 from slipstream.runtime.rank_group import RankGroup, trainer_process
@@ -154,8 +154,8 @@ class Cluster:
 
 def validate_memory(engines: int, each: int) -> None:
     """Raise `ConfigError` if `engines` more engines with `each` bytes of memory do not fit on this host."""
-    needed, left = engines * each, available_bytes()
-    if needed > left:  # the system would kill processes of the run
+    needed, left = engines * each, available_memory()
+    if 0 <= left < needed:  # the system would kill processes of the run
         found = f"{engines} more engines need {needed / 1e9:,.1f} GB of memory, each as much as those of the run"
         raise ConfigError(f"{found}, and {left / 1e9:,.1f} GB are left")
 

@@ -23,6 +23,7 @@ from slipstream.config.plugins import LoadError, load_object
 from slipstream.config.schema import Config, ConfigError
 from slipstream.model.paths import check_paths
 from slipstream.runtime.addresses import INTERFACE, address_towards, has_own_address, own_address
+from slipstream.runtime.memory import available_memory
 from slipstream.runtime.worker import Worker
 
 PACKAGES = {
@@ -81,7 +82,7 @@ class NodeWorker(Worker):
         files, model = _model_files(config) if config else ({}, "")
         return NodeReport(
             node=node, versions=versions(), gpus=gpus, gpu_error=gpu_error, ray_gpus=ray_gpus,
-            shm=shutil.disk_usage(shm).total if shm.exists() else -1, memory=_available_memory(),
+            shm=shutil.disk_usage(shm).total if shm.exists() else -1, memory=available_memory(),
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
             infiniband=Path("/sys/class/infiniband").exists(),
@@ -249,17 +250,6 @@ def _model_files(config: Config) -> tuple[dict[str, int], str]:
         return {path.name: path.stat().st_size for path in files}, ""
     except (ConfigError, OSError) as error:
         return {}, str(error)
-
-
-def _available_memory() -> int:
-    """Available memory of this host, or what its cgroup leaves if that is less; -1 if unknown."""
-    found = []
-    with contextlib.suppress(OSError, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        found.append(limit - used)  # "max" is no number
-    return min(found, default=-1)
 
 
 async def _resolve() -> str:

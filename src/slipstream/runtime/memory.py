@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 from pathlib import Path
 
@@ -31,16 +30,15 @@ def unshared_bytes(children: bool = False) -> int:
     return total
 
 
-def available_bytes() -> float:
-    """Memory of this host or container that processes can still take; infinity where the system does not say."""
-    found, group = math.inf, Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, LookupError):
-        values = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        found = 1024.0 * int(values["MemAvailable"].split()[0])
-    with contextlib.suppress(OSError, LookupError, ValueError):  # "max" is no number
-        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        found = min(found, float(int((group / "memory.max").read_text()) - int(used["anon"])))
-    return found
+def available_memory() -> int:
+    """Available memory of this host, or what its cgroup leaves if that is less, in bytes; -1 if unknown."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        found.append(limit - used)  # "max" is no number
+    return min(found, default=-1)
 
 
 def freeze_heap() -> None:
