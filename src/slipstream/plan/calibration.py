@@ -95,11 +95,7 @@ def _timed_steps(metrics: Sequence[Record]) -> list[Record]:
 
 
 def fit(
-    metrics: Sequence[Record],
-    events: Sequence[Record],
-    config: Config,
-    prompts: Sequence[int],
-    tool_tokens: float = 0.0,
+    metrics: Sequence[Record], events: Sequence[Record], config: Config, prompts: Sequence[int], tool_tokens: float = 0
 ) -> Fit:
     """Rates of a run from its records. `prompts` are the numbers of tokens of rollouts' first prompts.
 
@@ -107,37 +103,48 @@ def fit(
 
     Raises `ConfigError` if the records are too short or have no timeline.
     """
-    steps = _timed_steps(metrics)
-    before, timed = steps[WARM_UP - 1], steps[WARM_UP:]
-    played = rollouts(events)
-    sampled = sorted((one for each in played for one in each), key=lambda one: one.end)
-    points = decode_points(sampled, config.generator.max_num_seqs, before["time/wall_s"])
-    if len(points) < LEAST_COMPLETIONS:
-        raise ConfigError(
-            f"events.jsonl has {len(points)} whole completions after step {WARM_UP}, and a fit needs "
-            f"{LEAST_COMPLETIONS}; give a longer run"
-        )
+    steps, played = _timed_steps(metrics), rollouts(events)
+    timed, last = steps[WARM_UP:], steps[-1]
     train = fit_line([(r["train/packed_tokens"] / config.trainer.ranks, r["time/step_s"]) for r in timed])
-    decode, lengths = fit_line(points), tuple(sum(one.tokens for one in each) for each in played)
+    decode = fit_line(_whole_completions(played, config, steps[WARM_UP - 1]["time/wall_s"]))
+    lengths = tuple(sum(one.tokens for one in each) for each in played)
     prompt = Lengths(fmean(prompts or [1]), samples=tuple(prompts))
     reference = config.generator.gpus_per_engine, prompt.mean + fmean(lengths) / 2
     rates = replace(
         Rates(), train_fixed_s=train.fixed, train_token_s=train.each, decode_fixed_s=decode.fixed,
         decode_sequence_s=decode.each, step_overhead_s=max(0.0, median(_gaps(steps))), decode_reference=reference,
     )  # fmt: skip
-    seconds = timed[-1]["time/window_s"] - before["time/window_s"]
-    trained = sum(record["train/tokens"] for record in timed)
-    busy = {name: (timed[-1][f"{name}/busy_s"] - before[f"{name}/busy_s"]) / seconds for name in ("train", "gen")}
     pauses = [record["sync/pause_ms"] / 1000 for record in timed if record.get("sync/pause_ms") is not None]
     between = [after.start - turn.end for each in played for turn, after in pairwise(each)]
     return Fit(
         rates, prompt, Lengths(fmean(lengths), samples=lengths), train.error, decode.error,
-        median(pauses or [0.0]), median(_transfers(events) or [0.0]),
-        trained / seconds, busy["train"], busy["gen"],
-        sum(r["lag/mean"] * r["train/tokens"] for r in timed) / trained,
-        config.sync.placement == "colocated" and not timed[-1].get("sync/onload_s"),
+        median(pauses or [0.0]), median(_transfers(events) or [0.0]), *_speed(steps),
+        config.sync.placement == "colocated" and not last.get("sync/onload_s"),
         round(fmean(map(len, played))), max(0.0, fmean(between or [0.0])), max(0, round(tool_tokens)),
     )  # fmt: skip
+
+
+def _whole_completions(
+    played: Sequence[Sequence[TimedCompletion]], config: Config, began: float
+) -> list[tuple[float, float]]:
+    """The `decode_points` of a run's completions from the time `began` on. Raises `ConfigError` for too few."""
+    sampled = sorted((one for each in played for one in each), key=lambda one: one.end)
+    points = decode_points(sampled, config.generator.max_num_seqs, began)
+    if len(points) < LEAST_COMPLETIONS:
+        raise ConfigError(
+            f"events.jsonl has {len(points)} whole completions after step {WARM_UP}, and a fit needs "
+            f"{LEAST_COMPLETIONS}; give a longer run"
+        )
+    return points
+
+
+def _speed(steps: Sequence[Record]) -> tuple[float, float, float, float]:
+    """Trained tokens/s, the busy shares of trainer and engines, and the mean lag, after `WARM_UP`."""
+    before, timed = steps[WARM_UP - 1], steps[WARM_UP:]
+    seconds = timed[-1]["time/window_s"] - before["time/window_s"]
+    trained = sum(record["train/tokens"] for record in timed)
+    train, engines = ((timed[-1][f"{name}/busy_s"] - before[f"{name}/busy_s"]) / seconds for name in ("train", "gen"))
+    return trained / seconds, train, engines, sum(r["lag/mean"] * r["train/tokens"] for r in timed) / trained
 
 
 def _gaps(steps: Sequence[Record]) -> list[float]:
