@@ -121,9 +121,7 @@ class EnvironmentConfig(Section):
     @classmethod
     def _move_dataset_options(cls, values: Any) -> Any:
         """The options of a dataset, which may be written next to the section's own, in `options`."""
-        if not isinstance(values, dict):
-            return values
-        if not reads_dataset(values) and values.get("name") != "dataset":
+        if not isinstance(values, dict) or not (reads_dataset(values) or values.get("name") == "dataset"):
             return values
         own = values.get("name", "dataset") != "dataset"  # whose options are known once it is loaded
         moved = {n: v for n, v in values.items() if n in DATASET_OPTIONS or (own and n not in cls.model_fields)}

@@ -82,9 +82,9 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
     """
     run, given = Path(target) / "config.toml", dict(parse_flags(flags))
     file = Path(target) if target.endswith(".toml") else run
-    known = file.exists() and reads_dataset(_read(file).get("environment"))  # another dataset replaces its own
-    dataset = "dataset" if "environment.dataset" in given and not known else ""
-    environment = str(given.get("environment.name") or environment or dataset)
+    # Where the environment reads a dataset, another one replaces it, and the environment stays.
+    other = "environment.dataset" in given and not (file.exists() and reads_dataset(_read(file).get("environment")))
+    environment = str(given.get("environment.name") or environment or ("dataset" if other else ""))
     if target.endswith(".toml") and environment and _read(target).get("environments"):
         config = load_config(target, [flag for flag in flags if not flag.startswith("--environment.")])
         rest = [flag for flag in flags if not flag.startswith("--environments.")]  # of which `config` has the values

@@ -147,24 +147,29 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 def max_model_len(config: Config) -> int:
     """Largest number of tokens of prompt and completion together; 0 if neither the run nor a model limits it."""
-    return min((limit for limit in (config.generator.max_model_len, model_context(config)) if limit), default=0)
+    return _smallest_limit(model_context(config), config.generator.max_model_len)
 
 
 def model_context(config: Config) -> int:
     """Tokens of the smallest context of the run's models; 0 if no model has a limit."""
-    models = [_text_config(own.model.path) for own in config.each_model]
-    limits = (getattr(own, "max_position_embeddings", 0) for own in models)
+    models = (_text_config(own.model.path) for own in config.each_model)
+    return _smallest_limit(*(getattr(own, "max_position_embeddings", 0) for own in models))
+
+
+def _smallest_limit(*limits: int) -> int:
+    """The smallest of these limits, of which 0 is none."""
     return min((limit for limit in limits if limit), default=0)
 
 
 def validate_lengths(config: Config) -> None:
     """Raise `ConfigError` for lengths that exceed the model's context."""
-    context, asked, longest = model_context(config), config.generator.max_model_len, config.longest_completion
+    context, asked = model_context(config), config.generator.max_model_len
     if config.generator.engine == "torch" and 0 < context < asked:  # vLLM decides itself
         raise ConfigError(
             f"generator.max_model_len = {asked} exceeds the model's context of {context} tokens; lower it"
         )
-    if 0 < (limit := max_model_len(config)) <= longest:
+    limit, longest = _smallest_limit(context, asked), config.longest_completion
+    if 0 < limit <= longest:
         raise ConfigError(
             f"sampling.max_tokens = {longest} leaves no room for a prompt in the model's context of {limit} tokens; "
             "lower it"

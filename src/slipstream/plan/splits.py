@@ -275,7 +275,7 @@ def place_memory(plan: Plan) -> None:
 def choose_slots(plan: Plan) -> None:
     """Set the sequences of one engine: as many as the gate admits and keys and values have space for."""
     work, split = plan.problem.work, plan.split
-    wanted = min(max(1, split.max_lag + 1) * work.rollouts, work.max_concurrent or math.inf) / split.engines
+    wanted = work.in_flight(split.max_lag + 1) / split.engines
     mean = work.read + 0.75 * work.completion.typical  # lower would preempt sequences, higher would leave space
     most = min(wanted, plan.problem.slots or MAX_SLOTS, max(1.0, plan.kv_tokens / mean))
     plan.slots = plan.problem.slots or (max(8, math.ceil(most / 8) * 8) if most >= 8 else max(1, int(most)))
@@ -308,7 +308,7 @@ def estimate(plan: Plan) -> None:
     """Set step time, rates, busy shares and lag by formula. The lag is a bound: what the gate allows."""
     work, split, overhead = plan.problem.work, plan.split, plan.problem.rates.step_overhead_s
     train = plan.trainer.step(work.sampled, work.packed)
-    rollouts = min(work.rollouts * (1 if split.max_lag == 0 else split.max_lag + 0.5), work.max_concurrent or math.inf)
+    rollouts = work.in_flight(1 if split.max_lag == 0 else split.max_lag + 0.5)
     sequences = min(rollouts / split.engines, plan.slots)
     generate = work.sampled / (split.engines * engine_rate(plan, sequences))
     alone = plan.engine.step(8, 8 * work.context)  # of the last sequences of a wave

@@ -118,6 +118,10 @@ class Workload:
         """Rollouts of a step."""
         return self.groups * self.group_size
 
+    def in_flight(self, versions: float) -> float:
+        """Rollouts in flight where the gate admits those of so many versions."""
+        return min(versions * self.rollouts, self.max_concurrent or math.inf)
+
     @property
     def scoring_s(self) -> float:
         """Least seconds to score the rollouts of a step: all scorers are always busy."""
