@@ -50,20 +50,8 @@ def test_lengths_of_prompts_come_from_a_file_or_a_distribution(tmp_path: Path) -
     lengths.write_text("100\n300\n2600\n")
 
     def planned(*flags: str) -> tuple[float, float]:
-        shared = [
-            "plan",
-            "--model",
-            "1.7B",
-            "--gpus",
-            "2",
-            "--rollouts",
-            "64",
-            "--completion",
-            "64",
-            "--json",
-            str(file),
-        ]
-        assert cli.main([*shared, *flags]) == 0
+        shared = "plan --model 1.7B --gpus 2 --rollouts 64 --completion 64 --json"
+        assert cli.main([*shared.split(), str(file), *flags]) == 0
         found = json.loads(file.read_text())
         return found["run"]["prompt"], found["splits"][0]["step_s"]
 

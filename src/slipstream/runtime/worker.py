@@ -98,7 +98,7 @@ def last_lines(text: str) -> str:
 def describe_death(failure: Exception) -> str:
     """The message of a `WorkerDied` in one line: what died, whether it was killed, and the last line of its log.
 
-    After SIGKILL the line is left out: the process wrote it before the signal, so it does not name the cause.
+    After SIGKILL that line is omitted: the process wrote it before the signal, and it does not say what the cause was.
     """
     first, *rest = str(failure).splitlines()
     killed = [line for line in rest[:1] if line.startswith("It was killed")]

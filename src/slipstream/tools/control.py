@@ -26,9 +26,8 @@ def command(name: str, run: str, address: str, as_json: bool, engines: str | Non
     if engines is not None and not engines.isdecimal():
         raise ConfigError(f"scale: {engines!r} is not a number of engines; give a whole number, 1 or more")
     handle = RunHandle(run, address)
-    before = len(handle.status()["engines"]) if engines else 0
+    change = f"; engines: {len(handle.status()['engines'])} before, {engines} now" if engines else ""
     answer: Any = handle.scale(int(engines)) if engines else CALLS[name](handle)
-    change = f"; engines: {before} before, {engines} now" if engines else ""
     lines = _status_lines(answer) if name == "status" else [f"{run}: {answer}{change}"]
     print(json.dumps(answer, indent=1, default=str) if as_json else "\n".join(lines))
 
