@@ -15,12 +15,14 @@ import torch
 from slipstream.config.engine_args import DEFAULT_MEMORY, MAX_LORA_RANK, SHARED_MEMORY
 from slipstream.config.schema import Config, ConfigError
 from slipstream.generators.vllm.compat import (
+    call_workers,
     cpu_head_sizes,
     fork_core,
     has_mamba_kernel,
     validate_experts_returned,
 )
 from slipstream.generators.vllm.preload import OWN_PROCESS, set_environment
+from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.model.device import dtype_name, dtype_of
 from slipstream.model.images import image_processor
 from slipstream.model.inspection import attention_heads, has_experts, model_type
@@ -118,6 +120,7 @@ def new_engine(config: Config, sharers: int) -> Any:
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=stages > 1)
     if staged_on_cpu:
         engine.collective_rpc("execute_dummy_batch")  # allocates the tensors that a stage receives
+    call_workers(engine, WorkerMethods.slipstream_sample_in_one_pass)
     warm_up(engine)
     return engine
 

@@ -24,6 +24,7 @@ from slipstream.generators.served_weights import ServedWeights
 from slipstream.generators.vllm.compat import count_tokens, is_known_runner
 from slipstream.generators.vllm.quantized_weights import validate_link
 from slipstream.generators.vllm.requests import LEASE_S, TokenCounts
+from slipstream.generators.vllm.sampler import use_single_pass
 from slipstream.generators.vllm.weight_mapping import USE_RESTART, expert_shard, map_parameters
 from slipstream.model.inspection import config_sizes, end_of_sequence, generation_config
 from slipstream.runtime.memory import freeze_heap, raise_gc_thresholds
@@ -195,6 +196,11 @@ class WorkerMethods:
         """Start counting the tokens of requests. Idempotent."""
         if not hasattr(self, "_slipstream_tokens"):
             self._slipstream_tokens = TokenCounter(self.model_runner)
+
+    def slipstream_sample_in_one_pass(self) -> None:
+        """Sample with fewer passes over the logits, on a GPU."""
+        if torch.cuda.is_available():
+            use_single_pass(self.model_runner)
 
     def slipstream_tune_gc(self) -> None:
         """Collect garbage rarely in this process, which the engine core shares if there is one worker.
