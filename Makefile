@@ -39,10 +39,11 @@ test-verifiers test-verifiers4: test-%: $(VENV)/%/installed
 test-slow: $(VENV)/installed-dev ## tests that take minutes, which `make test` leaves out
 	$(BIN)/python -m pytest -m slow tests
 
-test-gpu: $(VENV)/installed-dev ## the tests of trainer and delta link on a GPU
+test-gpu: $(VENV)/installed-dev ## the tests of trainer, delta link and sampler on a GPU
 	SLIPSTREAM_TEST_GPU=1 $(BIN)/python -m pytest tests/trainers/test_gpu.py tests/trainers/test_trainer.py \
 		tests/trainers/test_offload.py tests/sync/test_handover.py \
-		tests/trainers/test_step_objective.py tests/model tests/generators/test_engine.py tests/sync/test_delta.py tests/tools/test_plan.py
+		tests/trainers/test_step_objective.py tests/model tests/generators/test_engine.py tests/sync/test_delta.py tests/tools/test_plan.py \
+		tests/generators/vllm/test_sampler.py
 
 lint: $(VENV)/installed-dev      ## style, types and import contracts
 	$(BIN)/ruff check .

@@ -47,7 +47,7 @@ def test_the_formula_agrees_with_the_simulation(lag: int, spread: float, placeme
     found = evaluate(problem(work=work(lengths, groups=64, group_size=8)), Split(*placement, lag))
     formula = found.tokens_per_s
     simulate(found)
-    assert found.tokens_per_s == pytest.approx(formula, rel=0.3)
+    assert found.tokens_per_s == pytest.approx(formula, rel=0.35)
     assert found.lag_mean <= lag
 
 

@@ -84,7 +84,7 @@ class Rates:
     experts: float = 0.70  # of the training rate of dense layers
     link: float = 0.70
     host_step_s: float = 2.2e-3  # of an engine: scheduling, sampling and replies
-    host_pair_s: float = 1.75e-8  # times the square of the number of sequences
+    host_pair_s: float = 1e-8  # times the square of the number of sequences
     step_overhead_s: float = 0.06  # between two steps of the trainer: records, checksums, the start of a publish
     all_reduce_s: float = 15e-6  # latency of one between the GPUs of an engine
     decode_fixed_s: float = 0.0  # of a step with n sequences, fixed + n * sequence, if measured instead of computed

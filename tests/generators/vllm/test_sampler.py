@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream.generators.vllm.requests import VllmRequest
-from slipstream.generators.vllm.sampler import SinglePassSampler, samples_from_all, use_single_pass
+from slipstream.generators.vllm.sampler import SinglePassSampler, is_unrestricted, use_single_pass
 from slipstream.rollout import Sampling
 from tests.conftest import run_interpreted
 
@@ -22,11 +26,18 @@ def parameters(sampling: Sampling, **more: Any) -> Any:
     asked = VllmRequest("key", (1, 2), sampling).parameters(context=64, eos=[0], seeded=True)
     found = SamplingParams(**(asked | more), flat_logprobs=True, detokenize=bool(sampling.stop_strings))
     found.update_from_generation_config({}, 5)
+    if hasattr(found, "watermarking"):  # not in vLLM 0.25
+        found.watermarking = False
     return found
 
 
 def test_kernels_sample_with_the_probabilities_of_the_logits() -> None:
-    run_interpreted(Path(__file__).with_name("sampling_cases.py"))
+    cases = Path(__file__).with_name("sampling_cases.py")
+    if torch.cuda.is_available():
+        ended = subprocess.run([sys.executable, cases], capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout) == (0, "all cases are equal\n"), ended.stderr
+    else:
+        run_interpreted(cases)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +50,7 @@ def test_kernels_sample_with_the_probabilities_of_the_logits() -> None:
     ],
 )
 def test_whole_distributions_need_one_pass(sampling: Sampling) -> None:
-    assert samples_from_all(parameters(sampling))
+    assert is_unrestricted(parameters(sampling))
 
 
 @pytest.mark.parametrize(
@@ -55,32 +66,61 @@ def test_whole_distributions_need_one_pass(sampling: Sampling) -> None:
         {"presence_penalty": 0.5},
         {"frequency_penalty": 0.5},
         {"repetition_penalty": 1.5},
+        {"prompt_logprobs": 1},
+        {"extra_args": {"a": 1}},
     ],
 )
 def test_other_distributions_are_left_to_vllm(parameter: dict[str, Any]) -> None:
-    assert not samples_from_all(parameters(Sampling(max_tokens=8), **parameter))
+    assert not is_unrestricted(parameters(Sampling(max_tokens=8), **parameter))
 
 
-def test_a_step_with_one_other_distribution_is_left_to_vllm() -> None:
-    calls: list[Any] = []
+class Theirs:
+    """vLLM's sampler, which samples token 7 with log-probability -7 and token 8 as the second likeliest."""
 
-    class Theirs:
-        sampling_states = SimpleNamespace(num_logprobs=np.empty(4))
-        compute_nans = False
+    compute_nans = False
 
-        def add_request(self, *arguments: Any) -> None:
-            calls.append(arguments[:2])
+    def __init__(self) -> None:
+        self.sampling_states = SimpleNamespace(num_logprobs=np.empty(4), temperature=None, seeds=None)
+        self.sampling_states.temperature = self.sampling_states.seeds = SimpleNamespace(gpu=None)
+        self.added: list[Any] = []
 
-        def __call__(self, logits: Any, batch: Any) -> str:
-            return "sampled by vLLM"
+    def add_request(self, *arguments: Any) -> None:
+        self.added.append(arguments[:2])
 
-    sampler = SinglePassSampler(Theirs())
+    def __call__(self, logits: Any, batch: Any) -> Any:
+        rows = len(logits)
+        return SimpleNamespace(
+            sampled_token_ids=torch.full((rows, 1), 7),
+            logprobs_tensors=SimpleNamespace(
+                logprob_token_ids=torch.tensor([[7, 8]] * rows, dtype=torch.int32),
+                logprobs=torch.tensor([[-7.0, -8.0]] * rows),
+            ),
+        )
+
+
+def test_a_sequence_samples_the_same_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step with other distributions, vLLM samples only these."""
+    kernels = types.ModuleType("slipstream.generators.vllm.sampling_kernels")
+    tokens, logprobs = torch.tensor([1, 2, 3]), torch.tensor([-1.0, -2.0, -3.0])
+    kernels.sample = lambda *_: (tokens, logprobs)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    theirs = Theirs()
+    sampler = SinglePassSampler(theirs)
     sampler.add_request(2, 10, parameters(Sampling(max_tokens=8)))
     sampler.add_request(1, 20, parameters(Sampling(max_tokens=8, top_p=0.5)))
-    assert calls == [(2, 10), (1, 20)]
+    sampler.add_request(0, 30, parameters(Sampling(max_tokens=8)))
+    assert theirs.added == [(2, 10), (1, 20), (0, 30)]
     assert sampler.compute_nans is False
-    batch = SimpleNamespace(idx_mapping_np=np.array([2, 1]))
-    assert sampler([None, None], batch) == "sampled by vLLM"
+    batch = SimpleNamespace(
+        idx_mapping_np=np.array([2, 1, 0]), positions=torch.zeros(3), logits_indices=torch.arange(3),
+        expanded_idx_mapping=None,
+    )  # fmt: skip
+    output = sampler(torch.zeros(3, 4), batch)
+    assert output.sampled_token_ids.tolist() == [[1], [7], [3]]
+    assert output.logprobs_tensors.logprob_token_ids.tolist() == [[1, 8], [7, 8], [3, 8]]
+    assert output.logprobs_tensors.logprobs.tolist() == [[-1, -8], [-7, -8], [-3, -8]]
+    batch.idx_mapping_np = np.array([1, 1, 1])
+    assert sampler(torch.zeros(3, 4), batch).sampled_token_ids.tolist() == [[7], [7], [7]]
 
 
 def test_other_samplers_stay() -> None:

@@ -126,7 +126,7 @@ def new_engine(config: Config, sharers: int) -> Any:
 
 
 def warm_up(engine: Any) -> None:
-    """Sample a token with its log-probability: vLLM compiles a kernel for it, 11 s on a CPU without its cache.
+    """Sample a token with its log-probability, so that kernels are compiled before the first request.
 
     Raises `ConfigError` if it is not finite: evaluations record none, and would not see that.
     """

@@ -1,7 +1,8 @@
 """Triton kernels that sample a token from each row of logits, with its log-probability, and read the logits once.
 
-The first kernel sums the probabilities of each block of the vocabulary. The second one chooses a block by these sums,
-and a token of it. Each choice has a random number of its own, so even the least probabilities are kept.
+The first kernel sums the probabilities of each block of the vocabulary. The second kernel draws a block by these sums,
+then a token in that block, each with a random number of its own. One number for both would resolve only probabilities
+above 6e-8 of the whole; two resolve those above 6e-8 of a block.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _index(weights, uniform, largest, greedy, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """An index of weights, chosen with their probabilities by `uniform`; `largest` if greedy, or if rounding or NaN
-    leave none with a weight."""
+    """An index drawn by weights and `uniform`; `largest` if greedy, or if rounding or NaN selects one of weight 0."""
     index = tl.sum((tl.cumsum(weights, 0) <= uniform * tl.sum(weights)).to(tl.int32))
     weight = tl.sum(tl.where(tl.arange(0, SIZE) == index, weights, 0.0))
     return tl.where((weight > 0.0) & (greedy == 0), index, largest)
@@ -83,7 +83,8 @@ def sample(
     """
     rows, size = logits.shape
     blocks = triton.cdiv(size, BLOCK)
-    tops, sums = logits.new_empty((2, rows, blocks), dtype=torch.float32)
+    tops = logits.new_empty((rows, blocks), dtype=torch.float32)
+    sums = torch.empty_like(tops)  # allocated, hence aligned as its kernels were compiled for
     firsts = logits.new_empty((rows, blocks), dtype=torch.int32)
     tokens, logprobs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
     row = logits, logits.stride(0), states, temperatures
