@@ -234,6 +234,7 @@ def test_every_option_is_documented_once() -> None:
         ),
         (["--loop.steps", '"7"'], 'loop.steps = "7": it must be a whole number'),
         (["--loop.steps", "true"], "loop.steps = true: it must be a whole number"),
+        (["--loop.max_lag", "auto2"], 'loop.max_lag = "auto2": it must be a whole number or "auto"'),
         (
             ["--algorithm.normalize_advantages", "yes"],
             'algorithm.normalize_advantages = "yes": it must be true or false',

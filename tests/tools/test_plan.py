@@ -196,6 +196,7 @@ def test_a_gpu_is_measured() -> None:
         ("--model 7B --prompt-lengths words.txt", "--prompt-lengths words.txt, entry 2: 'two' is no whole number"),
         ("--model 7B --turns 100 --completion 10", "--turns 100 exceeds the 10 tokens that the turns share"),
         ("--model 7B --lengths huge.json", "--lengths huge.json, entry 2: inf is no whole number from 1 to"),
+        ("--model 7B --lengths object.json", "--lengths object.json: it has a JSON object; give a list"),
         ("--model 7B --lengths words.txt", "--lengths words.txt, entry 2: 'two' is no whole number from 1 to"),
         ("--model 7B --engine-rate 0", "--engine-rate 0.0 must be a number from 0.001 to"),
         ("--model 7B --html gone/p.html", "--html gone/p.html: there is no directory gone"),
@@ -216,6 +217,7 @@ def test_wrong_arguments_are_one_line(
     monkeypatch.chdir(tmp_path)
     Path("huge.json").write_text("[1, 1e400]")
     Path("words.txt").write_text("1 two")
+    Path("object.json").write_text('{"lengths": [1, 2]}')
     Path("bytes.bin").write_bytes(b"\xa0\x01")
     assert cli.main(["plan", *arguments.split()]) == 2
     error = capsys.readouterr().err

@@ -17,7 +17,15 @@ from slipstream.config.section import ConfigError as ConfigError
 from slipstream.config.trainer import TrainerConfig as TrainerConfig
 
 AUTO = MAX_INT  # "auto" as a number
-IntOrAuto = Annotated[int, BeforeValidator(lambda value: AUTO if value == "auto" else value)]  # or "auto"
+
+
+def _int_or_auto(value: Any) -> Any:
+    if isinstance(value, str) and value != "auto":
+        raise PydanticCustomError("int_or_auto", 'it must be a whole number or "auto"')
+    return AUTO if value == "auto" else value
+
+
+IntOrAuto = Annotated[int, BeforeValidator(_int_or_auto)]
 NO_DEVICE = 'it must be "auto", "cpu", "cuda" or "cuda:N": Slipstream computes on CPUs and on CUDA GPUs'
 
 

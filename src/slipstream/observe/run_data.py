@@ -180,7 +180,12 @@ class Run:
         found += [] if self.events or not self.metrics else ["events.jsonl is missing: there is no timeline"]
         found += [] if self.rollout_steps or not self.metrics else ["no rollouts are recorded"]
         found += ["the run ended without a summary: it was killed or failed"] if self.state == "dead" else []
-        found += [f"{f.path.name}: {f.damaged} damaged lines were left out" for f in self._files if f.damaged]
+        return found + self.damage
+
+    @property
+    def damage(self) -> list[str]:
+        """What is damaged in the records read so far, one sentence each."""
+        found = [f"{f.path.name}: {f.damaged} damaged lines were left out" for f in self._files if f.damaged]
         return found + [f"rollouts/{name} can't be read: {why}" for name, why in dict(self._unreadable).items()]
 
     def plot(self, *names: str, by: str = "step") -> Any:

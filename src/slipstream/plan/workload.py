@@ -165,10 +165,12 @@ def read_lengths(option: str, path: Path) -> Lengths:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if text.lstrip().startswith("[") else text.split()
+        found = json.loads(text) if text.lstrip().startswith(("[", "{")) else text.split()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or ("no text" if isinstance(error, UnicodeError) else error)
         raise ConfigError(f"{option} {path}: {reason}; give a file with one number of tokens a line") from None
+    if isinstance(found, dict):
+        raise ConfigError(f"{option} {path}: it has a JSON object; give a list, or one number of tokens a line")
     samples = tuple(_length(f"{option} {path}", place, entry) for place, entry in enumerate(found, 1))
     if len(samples) < 2:
         raise ConfigError(f"{option} {path}: it needs two numbers or more")
