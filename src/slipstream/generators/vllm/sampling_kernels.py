@@ -17,7 +17,7 @@ BLOCK = 4096  # logits that a program reads
 
 @triton.jit
 def _read(logits, temperature, at, size):  # type: ignore[no-untyped-def]
-    """Logits by the temperature in float32, 1 if it is 0; -inf beyond the vocabulary."""
+    """Logits divided by the temperature (by 1 if it is 0), in float32; -inf beyond the vocabulary."""
     values = tl.load(logits + at, mask=at < size, other=-float("inf")).to(tl.float32)
     return values / tl.where(temperature == 0.0, 1.0, temperature)
 
@@ -55,6 +55,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     logits, stride, states, temperatures, seeds, positions, tops, sums, firsts, tokens, logprobs, size, blocks,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    """Of a row: the sampled token and its log-probability. `BLOCKS` is the power of two from `blocks` on."""
     row = tl.program_id(0).to(tl.int64)
     state, each = tl.load(states + row), tl.arange(0, BLOCKS)
     temperature = tl.load(temperatures + state)
@@ -90,6 +91,6 @@ def sample(
     row = logits, logits.stride(0), states, temperatures
     found = tops, sums, firsts
     _blocks_kernel[rows, blocks](*row, *found, size, blocks, BLOCK=BLOCK)
-    powers = triton.next_power_of_2(blocks)
-    _choose_kernel[(rows,)](*row, seeds, positions, *found, tokens, logprobs, size, blocks, BLOCK=BLOCK, BLOCKS=powers)
+    padded = triton.next_power_of_2(blocks)
+    _choose_kernel[(rows,)](*row, seeds, positions, *found, tokens, logprobs, size, blocks, BLOCK=BLOCK, BLOCKS=padded)
     return tokens, logprobs
