@@ -187,9 +187,9 @@ async def drawn_until(
     return list(itertools.chain(*await asyncio.gather(*map(on_and_on, prompts, lengths))))
 
 
-def run_interpreted(program: Path) -> None:
-    """Run a program whose Triton kernels are interpreted on this CPU; it prints that all cases are equal."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+def run_kernel_cases(program: Path, interpret: bool = True) -> None:
+    """Run a program with Triton kernels, by default interpreted on this CPU; it prints that all cases are equal."""
+    environment = os.environ | {"TRITON_INTERPRET": str(int(interpret))}
     ended = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (0, "all cases are equal\n"), ended.stderr
 

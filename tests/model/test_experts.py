@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.model import experts
 from slipstream.model.policy import PackedPolicy
-from tests.conftest import build_model, run_interpreted
+from tests.conftest import build_model, run_kernel_cases
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
@@ -78,7 +78,7 @@ def loop(layer: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
 
 
 def test_kernels_of_the_gate_equal_float64() -> None:
-    run_interpreted(Path(__file__).with_name("expert_cases.py"))
+    run_kernel_cases(Path(__file__).with_name("expert_cases.py"))
 
 
 def test_compiled_code_knows_the_number_of_experts_of_a_token() -> None:

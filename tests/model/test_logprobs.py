@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import run_interpreted
+from tests.conftest import run_kernel_cases
 
 from .head_cases import results_and_gradients
 
 
 def test_kernels_compute_what_float64_does() -> None:
     pytest.importorskip("triton")
-    run_interpreted(Path(__file__).with_name("head_cases.py"))
+    run_kernel_cases(Path(__file__).with_name("head_cases.py"))
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -13,7 +13,7 @@ from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError
 from slipstream.trainers import fp8
 from slipstream.trainers.fp8 import MULTIPLE, Fp8Linear
-from tests.conftest import run_interpreted, save_model
+from tests.conftest import run_kernel_cases, save_model
 from tests.trainers.test_trainer import make_trainer, random_batch
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -71,7 +71,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 def test_kernels_quantize_as_plain_operations_do() -> None:
     pytest.importorskip("triton")
-    run_interpreted(Path(__file__).with_name("fp8_cases.py"))
+    run_kernel_cases(Path(__file__).with_name("fp8_cases.py"))
 
 
 @pytest.mark.parametrize("flags", [(), ("--lora.rank=4",), ("--trainer.activation_checkpointing=none",)])

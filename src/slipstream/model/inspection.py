@@ -157,7 +157,7 @@ def model_context(config: Config) -> int:
 
 
 def _smallest_limit(*limits: int) -> int:
-    """The smallest of these limits, of which 0 is none."""
+    """The smallest of these limits; 0 means that there is no limit."""
     return min((limit for limit in limits if limit), default=0)
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from slipstream.generators.vllm.requests import VllmRequest
 from slipstream.generators.vllm.sampler import SinglePassSampler, is_unrestricted, use_single_pass
 from slipstream.rollout import Sampling
-from tests.conftest import run_interpreted
+from tests.conftest import run_kernel_cases
 
 pytest.importorskip("vllm")
 
@@ -32,12 +31,7 @@ def parameters(sampling: Sampling, **more: Any) -> Any:
 
 
 def test_kernels_sample_with_the_probabilities_of_the_logits() -> None:
-    cases = Path(__file__).with_name("sampling_cases.py")
-    if torch.cuda.is_available():
-        ended = subprocess.run([sys.executable, cases], capture_output=True, text=True, check=False)
-        assert (ended.returncode, ended.stdout) == (0, "all cases are equal\n"), ended.stderr
-    else:
-        run_interpreted(cases)
+    run_kernel_cases(Path(__file__).with_name("sampling_cases.py"), interpret=not torch.cuda.is_available())
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class SinglePassSampler:
 
 
 def _replaced(output: Any, tokens: Tensor, logprobs: Tensor, rows: NDArray[np.bool_]) -> Any:
-    """vLLM's output with these tokens in `rows`, so that a seed samples the same whatever else is in the batch."""
+    """vLLM's output with these tokens in `rows`. Without it the tokens of a seed would depend on other sequences."""
     where = torch.from_numpy(rows).to(tokens.device)
     columns = [(output.sampled_token_ids, tokens)]
     if output.logprobs_tensors is not None:

@@ -1,8 +1,8 @@
 """Triton kernels that sample a token from each row of logits, with its log-probability, and read the logits once.
 
 The first kernel sums the probabilities of each block of the vocabulary. The second kernel draws a block by these sums,
-then a token in that block, each with a random number of its own. One number for both would resolve only probabilities
-above 6e-8 of the whole; two resolve those above 6e-8 of a block.
+then a token in that block by a second random number. A number resolves probabilities above 6e-8: of a token in its
+block, instead of the whole vocabulary.
 """
 
 from __future__ import annotations
