@@ -80,7 +80,19 @@ def test_a_model_and_a_plugin_that_are_missing_are_faults(folder: Path, capsys: 
     results, faults = found(capsys)
     texts = {fault["check"]: fault["text"] for fault in faults}
     assert "no such directory" in texts["model files"] and "no_such_library" in texts["imports"]
-    assert results["imports"] == "1 fault"
+    assert results["imports"] == "1 fault" and results["environment"] == "skipped: its import fails"
+
+
+def test_an_environment_that_can_not_be_made_is_a_fault(
+    folder: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "own.py").write_text("print('imported')\nclass Own:\n    train, test, rollout = [], [], None\n")
+    assert main(["doctor", "run.toml", "--json", *flags(tiny, "own.py:Own")]) == 1
+    results, faults = found(capsys)
+    assert results["imports"] == "ok" and results["environment"] == "1 fault"
+    assert [fault["text"] for fault in faults] == [
+        "environment.name = 'own.py:Own' has no training tasks; check environment.options"
+    ]
 
 
 def test_more_gpus_than_there_are_is_a_fault(folder: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,14 +18,15 @@ from slipstream.config.loading import load_config
 from slipstream.config.schema import Config
 from slipstream.controller.node_checks import Examination, examine
 from slipstream.controller.node_worker import NodeReport
+from slipstream.environments.load import close_environment, load_environments
 from slipstream.errors import UserError
 from slipstream.observe.formatting import plural
 from slipstream.runtime.closing import run_bounded
 from slipstream.runtime.runtime import current_runtime, open_runtime
 
 PLACEHOLDERS = ("--model.path=MODEL", "--environment.name=addition")  # for options without a default
-CHECKS = ("nodes", "versions", "model files", "options", "imports", "GPUs", "memory", "limits", "run directory",
-          "host names", "connections", "bandwidth", "all-reduce", "servers")  # fmt: skip
+CHECKS = ("nodes", "versions", "model files", "options", "imports", "environment", "GPUs", "memory", "limits",
+          "run directory", "host names", "connections", "bandwidth", "all-reduce", "servers")  # fmt: skip
 
 
 def doctor(path: str | None, flags: Sequence[str] = (), as_json: bool = False) -> int:
@@ -37,6 +41,7 @@ def doctor(path: str | None, flags: Sequence[str] = (), as_json: bool = False) -
         found = run_bounded(examine(current_runtime(), config if path else None, directory))
         if path:
             _check_options(found, config)
+            _check_environment(found, config)
     results = _results(found, bool(path))
     if not config.generator.servers:
         del results["servers"]
@@ -64,9 +69,24 @@ def _check_options(found: Examination, config: Config) -> None:
         found.add("options", str(error))
 
 
+def _check_environment(found: Examination, config: Config) -> None:
+    """Add a fault for an environment that can't be loaded here, where the controller of a run loads it."""
+    if any(fault.check == "imports" for fault in found.faults):
+        found.skipped["environment"] = "its import fails"
+        return
+    try:
+        with redirect_stdout(sys.stderr):  # what it prints is no part of `--json`
+            for loaded in load_environments(config):
+                asyncio.run(close_environment(loaded.environment))
+    except UserError as error:
+        found.add("environment", str(error))
+
+
 def _results(found: Examination, with_config: bool) -> dict[str, str]:
     """The result of each check: "ok", "skipped: reason", or the number of its faults."""
-    skipped = found.skipped | ({} if with_config else dict.fromkeys(("model files", "options", "imports"), "no CONFIG"))
+    skipped = found.skipped | (
+        {} if with_config else dict.fromkeys(("model files", "options", "imports", "environment"), "no CONFIG")
+    )
     skipped |= {"bandwidth": "one node"} if len(found.reports) == 1 else {}
     results = dict.fromkeys(CHECKS, "ok") | {check: f"skipped: {why}" for check, why in skipped.items()}
     counts = Counter(fault.check for fault in found.faults)
