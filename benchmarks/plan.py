@@ -29,7 +29,7 @@ from typing import Any
 from work import SHAPES as WORK_SHAPES
 from work import conditions
 
-from slipstream.plan.costs import EngineCost, PublishCost, TrainerCost
+from slipstream.plan.costs import SHARED_SLOWDOWN, EngineCost, PublishCost, TrainerCost
 from slipstream.plan.engine import Request, SimulatedEngine
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
 from slipstream.plan.ranking import rank, simulated_figures
@@ -136,11 +136,9 @@ def predict(problem: Problem, split: Split, record: dict[str, Any]) -> Figures:
     )  # fmt: skip
     if split.placement == "colocated":
         scenario = replace(scenario, first_step_s=0.0, overlaps=not record["onload_s"])
-    if problem.rates.measured_decode:  # beside the trainer, which includes its slowdown
-        scenario = replace(scenario, shared_slowdown=1.0)
-        if split.placement == "colocated":
-            publish = replace(scenario.publish, transfer=record["ready_s"], hold=record["publish_and_rest_s"])
-            scenario = replace(scenario, publish=publish)
+    if problem.rates.measured_decode and split.placement == "colocated":
+        publish = replace(scenario.publish, transfer=record["ready_s"], hold=record["publish_and_rest_s"])
+        scenario = replace(scenario, publish=publish)
     return simulated_figures(scenario, len(record["each"]) - record["steps"])
 
 
@@ -152,9 +150,10 @@ def fitted(record: dict[str, Any], problem: Problem, split: Split) -> Rates:
     each = (many - few) / (slots - slots / 4)
     measured = record["generated_tokens_per_s"] / (min(1.0, record["busy"]["generator"]) * split.engines)
     rest = 0.0 if split.placement == "colocated" else max(0.0, record["publish_and_rest_s"])
+    slowdown = SHARED_SLOWDOWN if shares_gpus(record, split) else 1.0
     own = replace(
-        problem.rates, train_fixed_s=record["step_s"], step_overhead_s=rest, decode_fixed_s=many - slots * each,
-        decode_sequence_s=each, decode_reference=(split.tp, 0.0),
+        problem.rates, train_fixed_s=record["step_s"] / slowdown, step_overhead_s=rest,
+        decode_fixed_s=many - slots * each, decode_sequence_s=each, decode_reference=(split.tp, 0.0),
     )  # fmt: skip
     for _ in range(ROUNDS):
         steps = predict(replace(problem, rates=own), split, record).records
@@ -162,6 +161,12 @@ def fitted(record: dict[str, Any], problem: Problem, split: Split) -> Rates:
         factor = (last.sampled - first.sampled) / (last.engine_busy - first.engine_busy) / measured
         own = replace(own, decode_fixed_s=factor * own.decode_fixed_s, decode_sequence_s=factor * own.decode_sequence_s)
     return own
+
+
+def shares_gpus(record: dict[str, Any], split: Split) -> bool:
+    """Whether the engines of a run sampled on the trainer's GPUs during its steps."""
+    colocated = split.placement == "colocated" and not record["onload_s"]
+    return bool(split.max_lag) and (colocated or split.placement == "single_copy")
 
 
 def compare(figures: Figures, measured: dict[str, float]) -> dict[str, Any]:

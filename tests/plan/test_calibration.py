@@ -10,7 +10,7 @@ import pytest
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config, ConfigError
 from slipstream.plan.calibration import TimedCompletion, decode_points, fit, fit_line, scenario_of_run
-from slipstream.plan.costs import EngineCost
+from slipstream.plan.costs import SHARED_SLOWDOWN, EngineCost
 from slipstream.plan.engine import Request, SimulatedEngine
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
 from slipstream.plan.ranking import simulated_figures
@@ -73,6 +73,44 @@ def test_training_rates_and_gaps_are_found_again() -> None:
     assert found.rates.step_overhead_s == pytest.approx(0.02, rel=1e-6)
     assert found.pause_s == pytest.approx(0.003)
     assert found.completion.samples.count(100) == len(found.completion.samples)
+
+
+SINGLE_COPY = (
+    "--generator.engine=vllm",
+    "--sync.link=single_copy",
+    "--trainer.keep_compute_copy=true",
+    "--model.dtype=bfloat16",
+)
+COLOCATED = "--sync.placement=colocated", "--sync.in_flight=recompute"
+
+
+@pytest.mark.parametrize(
+    ("flags", "memory", "lag", "slowdown"),
+    [
+        (SINGLE_COPY, 40.0, 1, SHARED_SLOWDOWN),
+        (SINGLE_COPY, 40.0, 0, 1.0),  # one side waits for the other
+        (COLOCATED, 40.0, 1, SHARED_SLOWDOWN),
+        (COLOCATED, 0.0, 1, 1.0),  # on a CPU
+        ((), 40.0, 1, 1.0),
+    ],
+)
+def test_rates_on_shared_gpus_are_those_of_each_side_alone(
+    flags: tuple[str, ...], memory: float, lag: int, slowdown: float
+) -> None:
+    """The trainer is busy for 80 % of the time, in which engines are slowed down."""
+    metrics, events = records(20)
+    for record in metrics:
+        record["train/max_memory_gb"] = memory
+    own = config("--generator.max_num_seqs=16", f"--loop.max_lag={lag}", *flags)
+    found, observed = fit(metrics, events, own, [10]), fit(*records(20), config("--generator.max_num_seqs=16"), [10])
+    assert found.slowdown == slowdown
+    assert found.rates.train_fixed_s == pytest.approx(observed.rates.train_fixed_s / slowdown)
+    assert found.rates.train_token_s == pytest.approx(observed.rates.train_token_s / slowdown)
+    assert found.rates.decode_sequence_s == pytest.approx(
+        observed.rates.decode_sequence_s * (1 - found.trainer_busy * (1 - 1 / slowdown))
+    )
+    simulated = scenario_of_run(found, own, SHAPE)
+    assert (simulated.shared_slowdown, simulated.overlaps) == (slowdown, bool(flags))
 
 
 def test_turns_of_a_rollout_are_no_rollouts() -> None:

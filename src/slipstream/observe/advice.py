@@ -102,7 +102,7 @@ def changes(scenario: Scenario, grows: bool) -> Iterator[tuple[str, Scenario]]:
     if scenario.placement == "disaggregated" and grows:
         yield f"generator.replicas = {engines}", replace(scenario, engines=engines)
         yield f"trainer.ranks = {ranks}", replace(scenario, trainer=replace(scenario.trainer, ranks=ranks))
-    if scenario.placement == "disaggregated":
+    if scenario.placement != "colocated":
         yield f"loop.max_lag = {lag}", replace(scenario, max_lag=lag)
 
 

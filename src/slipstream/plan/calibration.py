@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config.schema import Config, ConfigError
-from slipstream.plan.costs import EngineCost, PublishCost, TrainerCost
+from slipstream.plan.costs import SHARED_SLOWDOWN, EngineCost, PublishCost, TrainerCost
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
 from slipstream.plan.scenario import Scenario
 from slipstream.plan.shapes import Shape
@@ -38,7 +38,11 @@ class TimedCompletion:
 
 @dataclass(frozen=True)
 class Fit:
-    """The rates, lengths, throughput and lag of a run. Errors are root mean squares, relative."""
+    """The rates, lengths, throughput and lag of a run. Errors are root mean squares, relative.
+
+    Of engines and trainer that share GPUs, `rates` are those that each has alone, and `slowdown` is that of both during
+    a step; else it is 1.
+    """
 
     rates: Rates
     prompt: Lengths
@@ -51,7 +55,8 @@ class Fit:
     trainer_busy: float
     engines_busy: float
     lag_mean: float
-    overlaps: bool  # whether colocated engines sampled during steps
+    overlaps: bool  # whether engines on the trainer's GPUs sampled during its steps
+    slowdown: float
     turns: int  # of a rollout
     tool_s: float  # from the end of a turn to the next one
     tool_tokens: int  # that the next turn's prompt has in addition
@@ -64,10 +69,11 @@ class Fit:
     def describe(self) -> str:
         """The rates of decode and optimizer step, and their errors, in one line."""
         rates = self.rates
+        alone = ", each alone on its GPUs" if self.slowdown > 1 else ""
         return (
             f"decode step {1000 * rates.decode_fixed_s:.3g} ms + {1e6 * rates.decode_sequence_s:.3g} us a sequence "
             f"(error {self.decode_error:.0%}), optimizer step {rates.train_fixed_s:.3g} s + "
-            f"{1e6 * rates.train_token_s:.3g} us a token and rank (error {self.step_error:.0%})"
+            f"{1e6 * rates.train_token_s:.3g} us a token and rank (error {self.step_error:.0%}){alone}"
         )
 
 
@@ -104,9 +110,12 @@ def fit(
     Raises `ConfigError` if the records are too short or have no timeline.
     """
     steps, played = _timed_steps(metrics), rollouts(events)
-    timed, last = steps[WARM_UP:], steps[-1]
-    train = fit_line([(r["train/packed_tokens"] / config.trainer.ranks, r["time/step_s"]) for r in timed])
-    decode = fit_line(_whole_completions(played, config, steps[WARM_UP - 1]["time/wall_s"]))
+    timed, speed = steps[WARM_UP:], _speed(steps)
+    overlaps, slowdown = _sharing(config, steps[-1])
+    train = fit_line([(r["train/packed_tokens"] / config.trainer.ranks, r["time/step_s"] / slowdown) for r in timed])
+    unslowed = 1 - speed.trainer_busy + speed.trainer_busy / slowdown  # of an engine's time, relative
+    points = _whole_completions(played, config, steps[WARM_UP - 1]["time/wall_s"])
+    decode = fit_line([(sequences, seconds * unslowed) for sequences, seconds in points])
     lengths = tuple(sum(one.tokens for one in each) for each in played)
     prompt = Lengths(fmean(prompts or [1]), samples=tuple(prompts))
     reference = config.generator.gpus_per_engine, prompt.mean + fmean(lengths) / 2
@@ -118,10 +127,17 @@ def fit(
     between = [after.start - turn.end for each in played for turn, after in pairwise(each)]
     return Fit(
         rates, prompt, Lengths(fmean(lengths), samples=lengths), train.error, decode.error,
-        median(pauses or [0.0]), median(_transfers(events) or [0.0]), *_speed(steps),
-        config.sync.placement == "colocated" and not last.get("sync/onload_s"),
+        median(pauses or [0.0]), median(_publish_seconds(events) or [0.0]), *speed, overlaps, slowdown,
         round(fmean(map(len, played))), max(0.0, fmean(between or [0.0])), max(0, round(tool_tokens)),
     )  # fmt: skip
+
+
+def _sharing(config: Config, last: Record) -> tuple[bool, float]:
+    """Whether engines on the trainer's GPUs sampled during its steps, and by how much that slowed down both."""
+    together = config.sync.placement == "colocated" and not last.get("sync/onload_s")
+    overlaps = together or config.sync.link == "single_copy"
+    slows = overlaps and config.loop.max_lag and last.get("train/max_memory_gb")  # 0.0 on a CPU
+    return overlaps, SHARED_SLOWDOWN if slows else 1.0
 
 
 def _whole_completions(
@@ -138,13 +154,20 @@ def _whole_completions(
     return points
 
 
-def _speed(steps: Sequence[Record]) -> tuple[float, float, float, float]:
+class _Speed(NamedTuple):
+    tokens_per_s: float
+    trainer_busy: float
+    engines_busy: float
+    lag_mean: float
+
+
+def _speed(steps: Sequence[Record]) -> _Speed:
     """Trained tokens/s, the busy shares of trainer and engines, and the mean lag, after `WARM_UP`."""
     before, timed = steps[WARM_UP - 1], steps[WARM_UP:]
     seconds = timed[-1]["time/window_s"] - before["time/window_s"]
     trained = sum(record["train/tokens"] for record in timed)
     train, engines = ((timed[-1][f"{name}/busy_s"] - before[f"{name}/busy_s"]) / seconds for name in ("train", "gen"))
-    return trained / seconds, train, engines, sum(r["lag/mean"] * r["train/tokens"] for r in timed) / trained
+    return _Speed(trained / seconds, train, engines, sum(r["lag/mean"] * r["train/tokens"] for r in timed) / trained)
 
 
 def _gaps(steps: Sequence[Record]) -> list[float]:
@@ -155,8 +178,8 @@ def _gaps(steps: Sequence[Record]) -> list[float]:
     ]
 
 
-def _transfers(events: Sequence[Record]) -> list[float]:
-    """Seconds from the start of each publish until the engines have its weights."""
+def _publish_seconds(events: Sequence[Record]) -> list[float]:
+    """Seconds of each publish until the engines had its weights, or of its transfer if that is all that it records."""
     publishes = [event for event in events if event.get("kind") == "publish" and event.get("transfer_s") is not None]
     return [float(publish["ready_s"] or publish["transfer_s"]) for publish in publishes]
 
@@ -234,7 +257,8 @@ def scenario_of_run(found: Fit, config: Config, shape: Shape, most: int = 40) ->
         work, EngineCost(shape, cluster, found.rates, engines.gpus_per_engine),
         TrainerCost(shape, cluster, found.rates, work, config.trainer.ranks),
         PublishCost(sync.link, found.transfer_s, hold, found.pause_s, 0.0),
-        engines.replicas, engines.max_num_seqs, math.inf, loop.max_lag, sync.placement, sync.in_flight,
-        loop.force_max_lag, loop.buffer_size, overlaps=found.overlaps,
+        engines.replicas, engines.max_num_seqs, math.inf, loop.max_lag,
+        sync.link if sync.link == "single_copy" else sync.placement, sync.in_flight,
+        loop.force_max_lag, loop.buffer_size, overlaps=found.overlaps, shared_slowdown=found.slowdown,
         step_overhead_s=0.0 if colocated else found.rates.step_overhead_s, continues=loop.steps > most,
     )  # fmt: skip

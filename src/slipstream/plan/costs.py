@@ -16,6 +16,7 @@ TRAINER_OVERHEAD = 3.5 * GIB  # context, chunks of logits, allocator
 PCIE = 25e9  # bytes/s between a GPU and pageable host memory
 PINNED = 45e9  # bytes/s to or from pinned host memory by PCIe 5, in both directions at once
 QUANTIZED = 1 + FP32 / 64  # bytes of a moment of 8 bits, with its share of a block's scale
+SHARED_SLOWDOWN = 1.9  # of each side on shared GPUs, fitted to five runs: one reads memory while the other multiplies
 TURN_S = 0.3  # of a turn of colocated engines and trainer, without copies: sleep, wake-up (colocated_turns_h200x1.json)
 TURN_RESERVE = 5 * GIB  # of the GPU that colocated engines and the trainer's kept state leave
 EXCHANGES = 4  # of all tokens in a layer, in both passes (expert parallelism)

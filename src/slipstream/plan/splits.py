@@ -10,6 +10,7 @@ from slipstream.config.engine_args import DEFAULT_MEMORY
 from slipstream.config.schema import TrainerConfig
 from slipstream.plan.costs import (
     ENGINE_OVERHEAD,
+    SHARED_SLOWDOWN,
     TURN_RESERVE,
     EngineCost,
     PublishCost,
@@ -26,7 +27,6 @@ from slipstream.plan.workload import Workload
 CHOSEN_ALWAYS = ("activation_checkpointing", "tokens_per_microbatch")
 MAX_SLOTS = 256  # 512 gained 5 % with 1.7 B (vllm_core_batches_h200.json), for twice the lag
 FRAGMENTATION = 1.1  # memory that the trainer reserves, relative to its estimate
-SHARED_SLOWDOWN = 1.9  # of each side on shared GPUs, fitted to five runs: one reads memory while the other multiplies
 
 
 @dataclass(frozen=True)
