@@ -226,6 +226,7 @@ def report(options: argparse.Namespace, flags: list[str]) -> None:
 
 
 def watch(options: argparse.Namespace, flags: list[str]) -> None:
+    """Serve the page of runs over HTTP until Ctrl-C."""
     if find_spec("aiohttp") is None:
         raise ConfigError("slipstream watch needs aiohttp: pip install 'slipstream-rl[watch]'")
     from slipstream.observe.watch import watch

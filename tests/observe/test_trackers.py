@@ -19,8 +19,7 @@ from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError
 from slipstream.controller import trackers
 from slipstream.controller.trackers import TrackerProcess
-from slipstream.observe.trackers import BATCH, MAX_TEXT, Follower, check_installed, numbers
-from slipstream.observe.trackers import _text as trackers_text
+from slipstream.observe.trackers import BATCH, MAX_TEXT, Follower, _shorten, check_installed, numbers
 from tests.observe.tracker_doubles import Records
 from tests.processes import descendants, lives
 
@@ -96,8 +95,8 @@ def test_a_long_run_is_sent_in_order_with_fewer_tables(tmp_path: Path) -> None:
 def test_numbers_and_texts() -> None:
     record = {"step": 3, "a/b": 1, "c": None, "d": True, "e": [1], "f": {"g": 2, "h": {"i": 0.5}}, "j": "k"}
     assert dict(numbers(record)) == {"a/b": 1, "f/g": 2, "f/h/i": 0.5}
-    assert trackers_text("\ud800") == "?" and trackers_text("x" * MAX_TEXT) == "x" * MAX_TEXT
-    assert trackers_text("x" * (MAX_TEXT + 5)).endswith("x … (5 characters more)")
+    assert _shorten("\ud800") == "?" and _shorten("x" * MAX_TEXT) == "x" * MAX_TEXT
+    assert _shorten("x" * (MAX_TEXT + 5)).endswith("x … (5 characters more)")
 
 
 def run_with(

@@ -1,4 +1,4 @@
-"""Advantages of rollouts, compared within their group, and of single tokens.
+"""Advantages of rollouts, compared within their role in their group, and of single tokens.
 
 An advantage is a function of the rewards of one group, `[members]`, of any size. Only `whiten` uses the whole batch.
 r_i is the reward of member i, n the number of members.
@@ -182,7 +182,7 @@ def make_batch(
     ]
     if process:
         advantages = [add_process_rewards(g, values, process) for g, values in zip(peers, advantages, strict=True)]
-    return Batch(tuple(groups), _in_order(groups, advantages), version)
+    return Batch(tuple(groups), _in_order_of_rollouts(groups, advantages), version)
 
 
 def _rewards(peers: Sequence[Group], part: str = "", strict: bool = False) -> list[Tensor]:
@@ -193,7 +193,7 @@ def _rewards(peers: Sequence[Group], part: str = "", strict: bool = False) -> li
     return [torch.tensor(row, dtype=torch.float64) for row in rows]
 
 
-def _in_order(groups: Sequence[Group], by_role: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
+def _in_order_of_rollouts(groups: Sequence[Group], by_role: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
     """The advantages by role, put into the order of each group's rollouts."""
     each, placed = iter(by_role), []
     for group in groups:

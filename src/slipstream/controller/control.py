@@ -44,7 +44,10 @@ async def serve_commands(run: RunContext) -> AsyncIterator[None]:
 
 
 class Commands:
-    """The commands of a run; each method is one, with the arguments of `slipstream.client.RunHandle`'s."""
+    """The commands `status`, `metrics`, `generate`, `scale`, `pause`, `resume`, `checkpoint` and `stop` of a run.
+
+    Each is a method, with the arguments of `slipstream.client.RunHandle`'s.
+    """
 
     def __init__(self, run: RunContext) -> None:
         self._run = run

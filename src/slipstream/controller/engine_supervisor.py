@@ -165,7 +165,10 @@ async def start_engine(run: RunContext, engine: EngineReplica, start: Start) -> 
 
 
 def engines_changed(run: RunContext) -> None:
-    """Let the loop look at the engines again: their number has changed, or none will serve any more."""
+    """Tell the loop that the number of engines has changed, or that none will serve any more.
+
+    The limit of concurrent episodes grows with the number.
+    """
     run.episode_slots.grow(episode_slots(run.config, run.cluster.generator.max_num_seqs).count)
     run.changed.set()
 

@@ -1,4 +1,4 @@
-"""Start a run: validate the configuration, start the processes, restore the last checkpoint, probe the policy.
+"""Start a run: validate the configuration, start the processes, restore the last checkpoint, compare log-probabilities.
 
 A dead trainer is restarted from the last whole checkpoint, as by `--resume`, while engines continue to run.
 ARCHITECTURE.md says why that is sound. Engines are restarted, too, if they can't connect to another trainer.
@@ -260,7 +260,7 @@ async def continue_from(run: RunContext, checkpoint: Path | None, state: dict[st
         await restore(run, checkpoint, state)
     retire_long_prompts(run)
     await asyncio.to_thread(run.recorder.truncate, run.state.step, len(run.totals.evaluations))
-    await asyncio.to_thread(watch_health, run)
+    await asyncio.to_thread(apply_health_rules, run)
     if not run.trainer_restarts:  # else time and events continue
         started_at = state["totals"]["wall_seconds"] if state else 0.0
         await asyncio.to_thread(run.events.truncate, started_at)
@@ -280,7 +280,7 @@ async def continue_from(run: RunContext, checkpoint: Path | None, state: dict[st
         run.events.add("start", CONTROLLER, started_at, run.events.now(), step=run.state.step)
 
 
-def watch_health(run: RunContext) -> None:
+def apply_health_rules(run: RunContext) -> None:
     """Apply the health rules from the next step on, as if this process had taken the recorded steps."""
     options = run.config.observe
     if options.health:

@@ -1,4 +1,5 @@
 """Let tests in one process call functions in another one. Both exchange plain data alone, as JSON.
+The other process calls nothing here.
 
 Run in two sandboxes, whose descriptors 3 are the ends of a socket pair: `serve` with the solution, `test` with tests.
 So a solution sees the arguments of calls and nothing else of the tests, and none of its classes reaches them.
@@ -118,7 +119,7 @@ class Remote:
         object.__setattr__(self, "_remote", (number, tests))
 
 
-def _forward(operation: str) -> Callable[..., Any]:
+def _remote_method(operation: str) -> Callable[..., Any]:
     def method(self: Remote, *arguments: Any, **named: Any) -> Any:
         number, tests = object.__getattribute__(self, "_remote")
         result = tests.ask(operation, number, *arguments, **named)
@@ -128,7 +129,7 @@ def _forward(operation: str) -> Callable[..., Any]:
 
 
 for operation in OPERATIONS:
-    setattr(Remote, operation, _forward(operation))
+    setattr(Remote, operation, _remote_method(operation))
 
 
 class Names(dict[str, Any]):

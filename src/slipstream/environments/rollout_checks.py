@@ -121,7 +121,10 @@ def _validate_text(field: str, value: Any, at: str = "") -> None:
 
 
 def _validate_steps(steps: Any, completions: Sequence[Completion]) -> tuple[tuple[StepReward, ...], ...]:
-    """Process rewards, one entry for each completion, or (). Raises `InvalidRollout` for a step that ends outside."""
+    """Process rewards, one entry for each completion, or ().
+
+    Raises `InvalidRollout` for another type or number of entries, and for a step that ends outside.
+    """
     if not steps:
         return ()
     try:

@@ -148,10 +148,10 @@ class Follower:
         """Samples of an evaluation, or rollouts: of each step below 100, then of each tenth below 1,000, and so on."""
         step = _step_of(record)
         if samples := record.get("samples"):
-            yield "eval/samples", _spread(samples)
+            yield "eval/samples", _pick_rows(samples)
         due = "eval/score" not in record and step % 10 ** max(0, len(str(step)) - 2) == 0
         if due and (table := self._run.table(step, COLUMNS)):
-            yield "rollouts", _spread(table.to_pylist())
+            yield "rollouts", _pick_rows(table.to_pylist())
 
     def _save(self) -> None:
         write_json(self._position, {"id": self._id, "step": self.step, "evaluations": self._evaluations})
@@ -191,12 +191,14 @@ def _step_of(record: Record) -> int:
     return step if isinstance(step, int) else 0
 
 
-def _spread(rows: Sequence[Record]) -> list[Record]:
+def _pick_rows(rows: Sequence[Record]) -> list[Record]:
     """At most `TABLE_ROWS` rows, evenly spaced, with texts that every tracker can encode."""
     picked = sorted({i * len(rows) // TABLE_ROWS for i in range(TABLE_ROWS)}) if rows else []
-    return [{key: _text(value) if isinstance(value, str) else value for key, value in rows[i].items()} for i in picked]
+    return [
+        {key: _shorten(value) if isinstance(value, str) else value for key, value in rows[i].items()} for i in picked
+    ]
 
 
-def _text(text: str) -> str:
+def _shorten(text: str) -> str:
     more = f" … ({len(text) - MAX_TEXT} characters more)" if len(text) > MAX_TEXT else ""
     return text[:MAX_TEXT].encode("utf-8", "replace").decode() + more

@@ -96,7 +96,10 @@ class EngineCost:
         return self.fixed(max(1, round(sequences))) + self.each * tokens
 
     def prefill(self, tokens: float, context: float = 0.0) -> float:
-        """Seconds to compute the keys and values of `tokens` tokens after `context` others."""
+        """Seconds to compute the keys and values of `tokens` tokens after `context` others, with the all-reduces.
+
+        0 with measured rates of decoding, which include it.
+        """
         if not tokens or self.rates.engine_tokens_per_s or self.rates.measured_decode:
             return 0.0
         gpu = self.cluster.gpu

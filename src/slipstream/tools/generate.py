@@ -46,6 +46,7 @@ async def _complete_by_vllm(config: Config, prompts: Sequence[str]) -> list[str]
 
 
 async def _complete(config: Config, prompts: Sequence[str], generator: Generator) -> list[str]:
+    """Each prompt with its completion, sampled as in an evaluation."""
     tokenizer = ChatTokenizer(load_tokenizer(config.model.path), max_model_len(config), config.model)
     policy = Policy(generator, tokenizer, evaluation_sampling(config, config.environment), "")
     seed = config.loop.seed

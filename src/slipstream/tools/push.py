@@ -84,7 +84,7 @@ def model_card(run: Run, name: str, is_adapter: bool, policy: str = "") -> Model
     what += f" It is the policy `{policy}` of a run that trained several." if policy else ""
     versions = dict(run.summary.get("packages") or {})
     sections = {
-        "Results": _table({"Environment": _environments(run), **_scores(run), **figures(run)}),
+        "Results": _table({"Environment": _environments(run), **_score_rows(run), **figures(run)}),
         "Training": _table(_options(run, policy)),
         "Versions": _table(versions) if versions else "The run recorded none.",
         "Configuration": f"`slipstream train slipstream.toml` repeats the run.\n\n```toml\n{_configuration(run)}```",
@@ -109,8 +109,11 @@ def _environments(run: Run) -> str:
     return ", ".join(Path(name).name if Path(name).is_absolute() else name for name in names)
 
 
-def _scores(run: Run) -> dict[str, str]:
-    """Scores before and after, and their difference, each with its interval; empty without an evaluation."""
+def _score_rows(run: Run) -> dict[str, str]:
+    """Rows of the model card by label: scores before and after, their difference, and what was evaluated.
+
+    Empty without an evaluation.
+    """
     if not (score := compare_scores(run.evaluations)):
         return {}
     rows = {f"Score {when}": score[when] for when in ("before", "after", "difference") if score.get(when)}

@@ -28,6 +28,8 @@ OWN_PROCESSORS = 3  # of logits in vLLM's sampler: biases, penalties, bad words
 class SinglePassSampler:
     """Samples for vLLM's `sampler` all sequences that use their whole distribution, and passes on everything else.
 
+    Both sample a batch that has other sequences, too.
+
     Ranks of sampled tokens are 0, or another token's; Slipstream reads none.
     """
 
@@ -54,7 +56,7 @@ class SinglePassSampler:
         drawn = sample(logits, batch.expanded_idx_mapping, states.temperature.gpu, states.seeds.gpu, positions)
         if unrestricted.all():
             return self._output(*drawn, batch)
-        return _replaced(self._sampler(logits, batch), *drawn, unrestricted)
+        return _overwrite_rows(self._sampler(logits, batch), *drawn, unrestricted)
 
     def _output(self, tokens: Tensor, logprobs: Tensor, batch: Any) -> Any:
         """vLLM's output of these tokens, with log-probabilities if a sequence wants them."""
@@ -72,8 +74,8 @@ class SinglePassSampler:
         return SamplerOutput(tokens[:, None], found, num_nans=None, num_sampled=sampled, num_rejected=rejected)
 
 
-def _replaced(output: Any, tokens: Tensor, logprobs: Tensor, rows: NDArray[np.bool_]) -> Any:
-    """vLLM's output with these tokens in `rows`. Without it the tokens of a seed would depend on other sequences."""
+def _overwrite_rows(output: Any, tokens: Tensor, logprobs: Tensor, rows: NDArray[np.bool_]) -> Any:
+    """Write these tokens into `rows` of the output; else the tokens of a seed would depend on other sequences."""
     where = torch.from_numpy(rows).to(tokens.device)
     columns = [(output.sampled_token_ids, tokens)]
     if output.logprobs_tensors is not None:

@@ -202,6 +202,7 @@ class Server:
         return succeeded(response)
 
     async def connect(self, connection_info: ConnectionInfo, rank: int) -> None:
+        """Open the workers' ends of the link; the first worker has this rank. Adapters need no connection."""
         if self._adapters:  # their handles have all that workers need
             return
         self._connecting = True
