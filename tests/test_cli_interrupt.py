@@ -1,7 +1,9 @@
-"""Ctrl-C during the imports of a command."""
+"""Ctrl-C during the imports of a command, and output that nobody reads."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +33,12 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path: Path) -> None:
             [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
         )
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "slipstream: stopped at once\n"), at
+
+
+def test_a_command_whose_output_nobody_reads_ends_quietly() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        command = [sys.executable, "-m", "slipstream", "config"]
+        ended = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")

@@ -59,6 +59,7 @@ class Scorer:
 class Unclosed(Scorer):
     async def score(self, task, rollout): return 1.0
 def three(a, b, c): ...
+def by_name(*, task, completion): ...
 def policy_sync(task, policy): ...
 def reward(task, completion): return 1.0
 def plain(rewards): return 3
@@ -277,10 +278,11 @@ CORPUS = {
     EVAL + "envs.py:Empty": "has no training tasks",
     EVAL + "envs.py:Needs": "environment.options.size must be set: envs.py:Needs needs it",
     EVAL + "code": "environment.options.train is not set; give a JSONL file",
-    EVAL + "envs.py:Away": "the data base is away",
+    EVAL + "envs.py:Away": "can't be loaded: ValueError: the data base is away (",
     EVAL + "envs.py:Ends": "can't be loaded: SystemExit: 3 (",
     EVAL + "envs.py:Mine --environment.options.sise=1": "sise is unknown to envs.py:Mine (did you mean size?)",
     EVAL + "envs.py:three": "takes 3 arguments; write `async def rollout(task, policy)`",
+    EVAL + "envs.py:by_name": "takes arguments by name alone (*); write `async def rollout(task, policy)`",
     EVAL + "envs.py:policy_sync": "write it as `async def`",
     EVAL + "envs.py:reward": "environment.dataset is not set; a function needs the file of its tasks",
     EVAL + "envs.py:reward --environment.dataset=gone.jsonl": "dataset 'gone.jsonl': there is no such file",

@@ -7,7 +7,9 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import os
 import re
+import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -62,7 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if flags and options.command in WITHOUT_OPTIONS:
             raise ConfigError(f"{flags[0]} is no option of this command; see --help")
         status: int | None = options.command(options, flags)
+        sys.stdout.flush()
         return status or 0
+    except BrokenPipeError:
+        if not _reader_ended():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+        return 128 + signal.SIGPIPE
     except ConfigError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 2
@@ -75,6 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             message = f"{message.rstrip()}\nResume from the last checkpoint: slipstream train --resume {directory}"
         print(f"slipstream: {message}", file=sys.stderr)
         return 1
+
+
+def _reader_ended() -> bool:
+    """Whether nothing reads the standard output any more, as after `| head`."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # for errors alone
+    return bool(output.poll(0))
 
 
 class Parser(argparse.ArgumentParser):

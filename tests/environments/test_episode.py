@@ -238,7 +238,7 @@ def test_rewards_and_metrics_become_plain_numbers() -> None:
     assert (type(rollout.metrics["turns"]), rollout.metrics) == (float, {"turns": 2.0})
     with pytest.raises(RolloutFailed) as failure:
         asyncio.run(run_episode(Odd("two"), TASK, policy("2"), EpisodeOptions(5.0)))
-    assert failure.value.reason == "ValueError"
+    assert failure.value.reason == "metric turns is no number"
 
 
 def test_blocking_outside_an_episode_is_not_interrupted() -> None:
@@ -415,6 +415,11 @@ def test_an_abandoned_score_is_not_returned_to_the_next_call(rewards: str) -> No
     [
         (Rollout((), 1.0, steps=((StepReward(0, math.nan),),)), "reward of a step is nan"),
         (Rollout((), 1.0, {"style": math.inf}), "metric style is infinite"),
+        (
+            Rollout((), 1.0, {"style": "x"}),
+            "metric style is no number: task a/1: it is 'x', of type str; a metric must",
+        ),  # type: ignore[dict-item]
+        (Rollout((), 1.0, {"style": 1e300}), r"metric style above 1e\+12"),
         (Rollout((), math.inf), "reward is inf"),
     ],
 )

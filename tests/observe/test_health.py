@@ -82,6 +82,11 @@ def test_a_rule_warns_once_of_its_trouble_alone(rule: str) -> None:
     assert " nan" not in found[0].text and re.search(r"\d", found[0].text), "figures are named"
 
 
+def test_steps_without_a_gradient_do_not_make_the_others_spikes() -> None:
+    """Groups of equal rewards have gradients of 0."""
+    assert warnings_of(lambda step: {} if step % 4 == 0 else {"train/grad_norm": 0.0}) == []
+
+
 def test_rewards_of_a_function_that_raises_get_another_remedy() -> None:
     changed = {"reward/frac_groups_with_signal": 0.05, "rollout/generated": 100}
     for errors, remedy in ({"KeyError": 60}, "Mend the reward function"), ({"KeyError": 40}, "Give tasks that"):

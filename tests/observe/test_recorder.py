@@ -241,7 +241,7 @@ def test_truncate_removes_records_after_a_step(tmp_path: Path, torn: str) -> Non
     (tmp_path / "rollouts/notes.txt").write_text("a person's own")
 
     after = Recorder(tmp_path, decode)
-    after.truncate(2, 2)
+    assert after.truncate(2, 2) == []
     assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == [
         "notes.txt", "step_000001.parquet", "step_000002.parquet",
     ]  # fmt: skip
@@ -260,6 +260,21 @@ def test_truncate_removes_an_evaluation_after_the_checkpoint(tmp_path: Path) -> 
     Recorder(tmp_path, decode).truncate(2, 1)
     assert [json.loads(line)["step"] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()] == [1]
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_truncate_says_which_records_were_lost(tmp_path: Path) -> None:
+    before = Recorder(tmp_path, decode)
+    write(before, 1, 2, 3)
+    before.close()
+    metrics, evaluations = tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"
+    first, _, last = metrics.read_text().splitlines()
+    metrics.write_text(f"{first}\n{{garbage\n{last}\n")
+    evaluations.unlink()
+    assert Recorder(tmp_path, decode).truncate(3, 2) == [
+        f"{metrics} lacked 1 of 3 records: lines were damaged or removed",
+        f"{evaluations} lacked 2 of 2 records: lines were damaged or removed",
+    ]
+    assert metrics.read_text() == f"{first}\n{last}\n"
 
 
 def test_truncate_of_a_long_record_takes_little_memory(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 
 from hypothesis import given
@@ -116,3 +117,5 @@ def test_focus_prefers_tasks_that_are_solved_half_of_the_time() -> None:
 def test_the_success_of_a_group_is_correct_or_its_reward() -> None:
     assert success_of([Rollout((), 2.0, {"correct": 1.0}), Rollout((), 0.5, {"correct": 0.0})]) == 0.5
     assert success_of([Rollout((), 1.0), Rollout((), 0.5)]) == 0.75
+    assert success_of([Rollout((), 1.0, {"correct": math.nan}), Rollout((), 0.5)]) == 0.75
+    assert success_of([Rollout((), 1.0, {"correct": math.nan}), Rollout((), 0.5, {"correct": 0.0})]) == 0.0

@@ -186,10 +186,11 @@ def policy_of(target: str, name: str = "") -> Path:
     """
     if not (policy := Path(target) / "policy").is_dir():
         path = shlex.quote(target)
-        raise ConfigError(
-            f"{target} has no policy/ yet, since the run has not ended; `slipstream status {path}` shows it while it "
-            f"runs, and else `slipstream train --resume {path}` continues it"
-        )
+        again = f"`slipstream train --resume {path}`"
+        if (Path(target) / "summary.json").exists():
+            raise ConfigError(f"{target} has no policy/ any more; {again} with a higher --loop.steps writes it again")
+        more = f"`slipstream status {path}` shows it while it runs, else {again} continues it"
+        raise ConfigError(f"{target} has no policy/ yet, since the run has not ended; {more}")
     several = sorted({each.parent for kind in (ADAPTER, "config.json") for each in policy.glob(f"*/{kind}")})
     if several and not name:
         found = ", ".join(each.as_posix() for each in several)

@@ -138,6 +138,8 @@ def construct(section: str, reference: str, factory: Callable[..., Any], options
     except UserError:
         raise
     except (TypeError, ValueError, OSError) as error:
+        if not options:
+            raise
         raise ConfigError(f"{section}.options for {reference}: {message_of(error) or one_line(error)}") from error
 
 

@@ -83,7 +83,7 @@ def _run_checks(reports: Reports, needs: Needs) -> list[tuple[str, object, str]]
     drivers = [f"{r.node} {r.gpus[0].driver}" for r in reports if r.gpus]
     free = sum(2 * gpu.free >= gpu.total for gpu in gpus)
     largest = max(max(len(r.gpus), r.ray_gpus or 0) for r in reports)  # only Ray counts GPUs of other vendors
-    memory, disk = f"{controller.memory / GB:.1f} GB of memory are free", f"has {controller.disk / GB:.1f} GB free"
+    memory, disk = f"{controller.memory / GB:.1f} GB of memory are free", f"has {_gigabytes(controller.disk)} GB free"
     return [
         ("versions", needs.vllm and without_vllm,
          f'generator.engine = "vllm", but vLLM is missing on {several(without_vllm)}: pip install '
@@ -98,9 +98,13 @@ def _run_checks(reports: Reports, needs: Needs) -> list[tuple[str, object, str]]
          f"both copies of the weights of the shared link need {needs.memory / GB:.1f} GB, but {memory} on "
          f"{controller.node}; free some"),
         ("run directory", 0 <= controller.disk < needs.disk,
-         f"{needs.directory} {disk}, and checkpoints take about {needs.disk / GB:.1f}; free some, or lower "
+         f"{needs.directory} {disk}, and checkpoints take about {_gigabytes(needs.disk)}; free some, or lower "
          "checkpoint.keep, or name another run.dir"),
     ]  # fmt: skip
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / GB:.1f}" if size >= GB else f"{size / GB:.2g}"
 
 
 def _different_versions(reports: Reports, needs: Needs) -> Iterator[str]:

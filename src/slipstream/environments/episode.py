@@ -46,6 +46,7 @@ AGAIN_S = 0.01  # after which an ignored interruption is raised again
 MAX_REWARD = 1e12  # absolute value; float32 has to hold the squares of advantages
 MAX_REWARD_ERRORS_IN_A_ROW = 512  # a weak policy may give only malformed answers for a while
 MAX_MESSAGE = 1000  # characters of an exception's message
+METRIC = "a metric must be a finite number, or NaN where there is none"
 CLEANUP_S = 5.0  # between an episode's cancellation and its abandonment
 CONVERSATION_SHARE = 0.9  # of an episode's timeout; the rest is for the reward
 
@@ -251,13 +252,23 @@ def validate_numbers(rollout: Rollout, task_id: str) -> Rollout:
         if abs(value) > MAX_REWARD:
             limit = f"a reward must be a finite number, up to {MAX_REWARD:g}"
             raise RolloutFailed(f"{name} above {MAX_REWARD:g}", f"task {task_id}: it is {value:g}; {limit}")
-    metrics = {name: float(value) for name, value in rollout.metrics.items()}
-    if infinite := next((name for name, value in metrics.items() if math.isinf(value)), ""):
-        raise RolloutFailed(
-            f"metric {infinite} is infinite",
-            f"task {task_id}: a metric must be a finite number, or NaN where there is none",
-        )
+    metrics = {name: _metric(name, value, task_id) for name, value in rollout.metrics.items()}
     return dataclasses.replace(rollout, reward=reward, metrics=metrics)
+
+
+def _metric(name: str, value: Any, task_id: str) -> float:
+    """A metric as a float. Raises `RolloutFailed` for one that is no number, infinite, or too large to average."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = f"it is {value!r:.80}, of type {type(value).__name__}"
+        raise RolloutFailed(f"metric {name} is no number", f"task {task_id}: {found}; {METRIC}") from None
+    if math.isinf(number):
+        raise RolloutFailed(f"metric {name} is infinite", f"task {task_id}: {METRIC}")
+    if abs(number) > MAX_REWARD:
+        found = f"it is {number:g}; {METRIC}, up to {MAX_REWARD:g}"
+        raise RolloutFailed(f"metric {name} above {MAX_REWARD:g}", f"task {task_id}: {found}")
+    return number
 
 
 def first_error(error: BaseException) -> BaseException:

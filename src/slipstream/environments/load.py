@@ -170,11 +170,13 @@ class FunctionEnvironment:
 
     def __init__(self, function: Any, config: EnvironmentConfig) -> None:
         self._function = function
-        parameters = list(inspect.signature(function).parameters)
-        if len(parameters) != 2:
+        signature = inspect.signature(function)
+        parameters = list(signature.parameters)
+        if len(parameters) != 2 or any(p.kind is p.KEYWORD_ONLY for p in signature.parameters.values()):
+            found = f"{len(parameters)} arguments" if len(parameters) != 2 else "arguments by name alone (*)"
             raise ConfigError(
-                f"environment.name = {config.name!r} takes {len(parameters)} arguments; write "
-                "`async def rollout(task, policy)` or `def reward(task, completion)`"
+                f"environment.name = {config.name!r} takes {found}; write `async def rollout(task, policy)` or "
+                "`def reward(task, completion)`"
             )
         is_async = inspect.iscoroutinefunction(function)
         if not is_async and parameters[1] == "policy":

@@ -32,7 +32,7 @@ from slipstream.model.inspection import (
     model_config,
     text_decoder,
 )
-from slipstream.model.paths import AGAIN, adapter_config, check_path, safetensors_files
+from slipstream.model.paths import AGAIN, adapter_config, base_of_adapter, check_path, safetensors_files
 
 WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
 VISION_TOWER = r".*\bvisual\b.*"  # modules of models that read images
@@ -200,7 +200,7 @@ def load_pretrained(
     silence_libraries()
     check_path(path, option)
     adapter = adapter_config(path)
-    base = adapter["base_model_name_or_path"] if adapter else path
+    base = base_of_adapter(path, adapter) if adapter else path
     with explain_damaged_files(path, option):
         config, folder = _load_config(kind, base), Path(base)
         if folder.is_dir() and not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):

@@ -145,6 +145,16 @@ def validate_adapter(path: str, option: str = "model.path", adapter_option: str 
         )
 
 
+def base_of_adapter(path: str, adapter: dict[str, Any]) -> str:
+    """The path or Hub name of an adapter's base model. Raises `ConfigError` as `check_path`."""
+    base = str(adapter.get("base_model_name_or_path"))
+    try:
+        check_path(base, f"the base of {path}")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; its name is base_model_name_or_path in {Path(path) / ADAPTER}") from None
+    return base
+
+
 def adapter_config(path: str) -> dict[str, Any]:
     """The `adapter_config.json` of an adapter directory; empty for a model directory or a Hub name."""
     file = Path(path) / ADAPTER

@@ -116,11 +116,12 @@ def strict_json(data: Any, **options: Any) -> str:
 
 def truncate_lines(
     path: Path, value: Callable[[Mapping[str, Any]], float], largest: float, most: int | None = None
-) -> None:
+) -> int:
     """Keep the first `most` lines whose records have a value of at most `largest`, none that a kill has truncated.
 
-    Reads one line at a time: the file of a long run has gigabytes.
+    Returns their number. Reads one line at a time: the file of a long run has gigabytes.
     """
+    count = itertools.count()
 
     def is_kept(line: str) -> bool:
         try:
@@ -131,4 +132,5 @@ def truncate_lines(
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as lines:
             kept = itertools.islice(filter(is_kept, lines), most)
-            write_atomically(path, (line.removesuffix("\n") + "\n" for line in kept))
+            write_atomically(path, (line.removesuffix("\n") + "\n" for line, _ in zip(kept, count, strict=False)))
+    return next(count)

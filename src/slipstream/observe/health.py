@@ -268,7 +268,7 @@ def _identical(h: History) -> Measure:
 
 def _gradient_spikes(h: History) -> Measure:
     """Number of the last steps whose gradient norm is beyond ten medians and the clipping bound."""
-    norms = h.values("train/grad_norm", 100)
+    norms = [norm for norm in h.values("train/grad_norm", 100) if norm]  # 0: no group had different rewards
     if len(norms) < 3 * SHORT:
         return HEALTHY
     usual, bound = statistics.median(norms), h.option("trainer.gradient_clip")

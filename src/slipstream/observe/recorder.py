@@ -110,13 +110,20 @@ class Recorder:
         """Import the 1,000 modules that pyarrow imports with the first array, which takes tenths of a second."""
         pa.array(np.empty(0, np.int32))
 
-    def truncate(self, step: int, evaluations: int) -> None:
-        """Remove records after `step` and after the first `evaluations`: a resumed run writes them again."""
+    def truncate(self, step: int, evaluations: int) -> list[str]:
+        """Remove records after `step` and after the first `evaluations`: a resumed run writes them again.
+
+        Returns a text for each file that lacks earlier records.
+        """
+        lacking = []
         for path, most in ((self._metrics, step), (self._evaluations, evaluations)):
-            truncate_lines(path, lambda record: float(record["step"]), step, most)
+            kept = truncate_lines(path, lambda record: float(record["step"]), step, most)
+            if kept < most:
+                lacking.append(f"{path} lacked {most - kept} of {most} records: lines were damaged or removed")
         later = [p for p in self._rollouts.glob("step_*.parquet") if int(p.stem.removeprefix("step_")) > step]
         for path in [*later, *self._rollouts.glob(f"step_*{PARTIAL}")]:
             path.unlink()
+        return lacking
 
     def close(self) -> None:
         """Write the queue and stop. Raises `RecordError` if a write failed, unless another error is propagating."""

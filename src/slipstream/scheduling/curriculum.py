@@ -5,6 +5,7 @@ Pure: the next task is a function of the seed, of the position in the shuffled e
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -92,8 +93,9 @@ class TaskStream:
 
 
 def success_of(rollouts: Sequence[Rollout]) -> float:
-    """Mean of the metric "correct" over the rollouts that report it, else of the rewards."""
-    return mean([r.metrics["correct"] for r in rollouts if "correct" in r.metrics] or [r.reward for r in rollouts])
+    """Mean of the metric "correct" over the rollouts that report it, else of the rewards. NaN reports nothing."""
+    reported = [value for r in rollouts if not math.isnan(value := r.metrics.get("correct", math.nan))]
+    return mean(reported or [r.reward for r in rollouts])
 
 
 def shuffled(tasks: int, seed: int, epoch: int) -> list[int]:

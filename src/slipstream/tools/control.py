@@ -78,7 +78,7 @@ def _describe_run(path: Path) -> dict[str, Any]:
         record = dict(json.loads(metrics.read_text().rstrip().rpartition("\n")[2]))
     except (OSError, ValueError):
         record = {}
-    changed = (metrics if metrics.exists() else path).stat().st_mtime
+    changed = next(file for file in (metrics, path / "config.toml", path) if file.exists()).stat().st_mtime
     return {
         "name": path.name, "state": ended if summary and not (path / FOLDER).exists() else "dead",
         "step": record.get("step"), "steps": read_options(path).get("loop", {}).get("steps"),

@@ -21,7 +21,7 @@ from slipstream.config.adapter import ADAPTER_WEIGHTS, unsupported
 from slipstream.config.loading import policy_of
 from slipstream.config.schema import ConfigError
 from slipstream.model.loading import explain_damaged_files, load_causal_lm, silence_libraries, stored_dtype
-from slipstream.model.paths import INDEX, adapter_config, check_path, safetensors_files
+from slipstream.model.paths import INDEX, adapter_config, base_of_adapter, check_path, safetensors_files
 from slipstream.observe.run_data import load_run
 from slipstream.runtime import disk
 
@@ -96,8 +96,7 @@ def merge_adapter(policy: Path, to: Path, requantize: bool = False) -> None:
     """
     silence_libraries()
     adapter = adapter_config(str(policy))
-    name, option = str(adapter.get("base_model_name_or_path")), f"the base of {policy}"
-    check_path(name, option)
+    name, option = base_of_adapter(str(policy), adapter), f"the base of {policy}"
     with explain_damaged_files(name, option):
         base = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=_patterns()))
         quantized = "quantization_config" in json.loads((base / "config.json").read_text(encoding="utf-8"))

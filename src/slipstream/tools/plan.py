@@ -162,7 +162,7 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
     gpu = measure_gpu(find_gpu(options.gpu)) if options.measure else find_gpu(options.gpu)
     gpu = replace(gpu, link=options.link * 1e9) if options.link else gpu
     cluster = Cluster(gpu, gpus, options.per_node, options.network * 1e9 / 8)
-    rates, work = found.rates if found else Rates(), workload(options, config)
+    rates, work = found.rates if found else Rates(), workload(options, config, shape.context)
     if options.engine_rate:
         rates = replace(rates, engine_tokens_per_s=options.engine_rate)
     if found and not (options.completion or options.lengths):
@@ -220,8 +220,11 @@ def measure_gpu(like: Gpu) -> Gpu:
     return Gpu(torch.cuda.get_device_name(), memory, bandwidth / COPY_SHARE, operations / MATMUL_SHARE, like.link)
 
 
-def workload(options: argparse.Namespace, config: Config | None) -> Workload:
-    """The work of a run. Completions reach `sampling.max_tokens` unless `--completion` or `--lengths` is given."""
+def workload(options: argparse.Namespace, config: Config | None, context: int) -> Workload:
+    """The work of a run. Completions reach `sampling.max_tokens` unless `--completion` or `--lengths` is given.
+
+    Prompts without a given length leave room for completions in the model's `context`.
+    """
     if options.lengths and (options.completion or options.spread):
         raise ConfigError("--lengths has all lengths; leave --completion and --spread out")
     if options.prompt_lengths and (options.prompt or options.prompt_spread):
@@ -238,7 +241,8 @@ def workload(options: argparse.Namespace, config: Config | None) -> Workload:
     rollouts = options.rollouts or (loop.groups_per_step * size if loop else DEFAULT_ROLLOUTS)
     if rollouts % size:
         raise ConfigError(f"--rollouts {rollouts} is no multiple of the group size {size}; change one, or --group-size")
-    prompt = Lengths(options.prompt or DEFAULT_PROMPT, options.prompt_spread)
+    assumed = max(1, min(DEFAULT_PROMPT, context - (most or round(completion.mean))))
+    prompt = Lengths(options.prompt or assumed, options.prompt_spread)
     if options.prompt_lengths:
         prompt = read_lengths("--prompt-lengths", options.prompt_lengths)
     return Workload(
