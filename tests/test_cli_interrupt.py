@@ -42,3 +42,9 @@ def test_a_command_whose_output_nobody_reads_ends_quietly() -> None:
         command = [sys.executable, "-m", "slipstream", "config"]
         ended = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, check=False)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_command_without_standard_output_succeeds() -> None:
+    script = f"exec {sys.executable} -m slipstream config >&-"
+    ended = subprocess.run(script, shell=True, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")

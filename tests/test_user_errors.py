@@ -282,7 +282,7 @@ CORPUS = {
     EVAL + "envs.py:Ends": "can't be loaded: SystemExit: 3 (",
     EVAL + "envs.py:Mine --environment.options.sise=1": "sise is unknown to envs.py:Mine (did you mean size?)",
     EVAL + "envs.py:three": "takes 3 arguments; write `async def rollout(task, policy)`",
-    EVAL + "envs.py:by_name": "takes arguments by name alone (*); write `async def rollout(task, policy)`",
+    EVAL + "envs.py:by_name": "can't be called with 2 arguments (too many positional arguments); write `async def",
     EVAL + "envs.py:policy_sync": "write it as `async def`",
     EVAL + "envs.py:reward": "environment.dataset is not set; a function needs the file of its tasks",
     EVAL + "envs.py:reward --environment.dataset=gone.jsonl": "dataset 'gone.jsonl': there is no such file",

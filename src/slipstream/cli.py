@@ -64,10 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if flags and options.command in WITHOUT_OPTIONS:
             raise ConfigError(f"{flags[0]} is no option of this command; see --help")
         status: int | None = options.command(options, flags)
-        sys.stdout.flush()
+        if sys.stdout:  # None if it was closed before the start
+            sys.stdout.flush()
         return status or 0
-    except BrokenPipeError:
-        if not _reader_ended():
+    except BrokenPipeError:  # may be of a worker
+        if options.command is commands.train or not _reader_ended():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
         return 128 + signal.SIGPIPE
@@ -87,9 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _reader_ended() -> bool:
     """Whether nothing reads the standard output any more, as after `| head`."""
-    output = select.poll()
-    output.register(sys.stdout.fileno(), 0)  # for errors alone
-    return bool(output.poll(0))
+    try:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)  # reports errors only
+        return bool(output.poll(0))
+    except (AttributeError, OSError):  # standard output is no file
+        return False
 
 
 class Parser(argparse.ArgumentParser):

@@ -419,7 +419,8 @@ def test_an_abandoned_score_is_not_returned_to_the_next_call(rewards: str) -> No
             Rollout((), 1.0, {"style": "x"}),
             "metric style is no number: task a/1: it is 'x', of type str; a metric must",
         ),  # type: ignore[dict-item]
-        (Rollout((), 1.0, {"style": 1e300}), r"metric style above 1e\+12"),
+        (Rollout((), 1.0, {"style": 1e300}), r"metric style is above 1e\+100"),
+        (Rollout((), 1.0, {"style": 10**400}), "metric style is infinite"),
         (Rollout((), math.inf), "reward is inf"),
     ],
 )

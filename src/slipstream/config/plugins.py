@@ -123,18 +123,23 @@ def build(factory: Callable[..., Any], arguments: Sequence[Any], needed: Sequenc
     return built
 
 
-def construct(section: str, reference: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """`factory(**options)`, within `option_code`. Errors of wrong options are a `ConfigError` about SECTION.options."""
+def construct(
+    section: str, reference: str, factory: Callable[..., Any], options: Mapping[str, Any], **settings: Any
+) -> Any:
+    """`factory(**options, **settings)`, within `option_code`. `settings` are no options of the section.
+
+    Errors of wrong options are a `ConfigError` about SECTION.options.
+    """
     parameters = inspect.signature(factory).parameters.values()
     required = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
-    if missing := [f"{section}.options.{name}" for name in required if name not in options]:
+    if missing := [f"{section}.options.{name}" for name in required if name not in {**options, **settings}]:
         raise ConfigError(
             f"{' and '.join(missing)} must be set: {reference} needs {'it' if len(missing) == 1 else 'them'}"
         )
     try:
-        return factory(**options)
+        return factory(**options, **settings)
     except UserError:
         raise
     except (TypeError, ValueError, OSError) as error:

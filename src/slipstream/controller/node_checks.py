@@ -69,8 +69,8 @@ class Examination:
 async def check_nodes(config: Config, directory: Path) -> None:
     """Check the nodes of a run on Ray before it starts workers. Raises `RunError` with a line for each fault.
 
-    Too little bandwidth between hosts is a fault. `measure_network` has left it in the runtime if it ran, for one use;
-    else it is measured here.
+    Too little bandwidth between hosts is a fault. If `measure_network` has measured it, that result is used once; else
+    it is measured here.
     """
     runtime = current_runtime()
     measured, runtime.bandwidth = runtime.bandwidth, {}

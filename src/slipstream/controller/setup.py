@@ -259,7 +259,8 @@ async def continue_from(run: RunContext, checkpoint: Path | None, state: dict[st
     if checkpoint:
         await restore(run, checkpoint, state)
     retire_long_prompts(run)
-    for text in await asyncio.to_thread(run.recorder.truncate, run.state.step, len(run.totals.evaluations)):
+    lost = await asyncio.to_thread(run.recorder.truncate, run.state.step, len(run.totals.evaluations))
+    for text in lost if not run.trainer_restarts else ():
         run.progress.warn(text)
     await asyncio.to_thread(apply_health_rules, run)
     if not run.trainer_restarts:  # else time and events continue

@@ -46,6 +46,7 @@ AGAIN_S = 0.01  # after which an ignored interruption is raised again
 MAX_REWARD = 1e12  # absolute value; float32 has to hold the squares of advantages
 MAX_REWARD_ERRORS_IN_A_ROW = 512  # a weak policy may give only malformed answers for a while
 MAX_MESSAGE = 1000  # characters of an exception's message
+MAX_METRIC = 1e100  # sums of its squares are finite
 METRIC = "a metric must be a finite number, or NaN where there is none"
 CLEANUP_S = 5.0  # between an episode's cancellation and its abandonment
 CONVERSATION_SHARE = 0.9  # of an episode's timeout; the rest is for the reward
@@ -257,17 +258,19 @@ def validate_numbers(rollout: Rollout, task_id: str) -> Rollout:
 
 
 def _metric(name: str, value: Any, task_id: str) -> float:
-    """A metric as a float. Raises `RolloutFailed` for one that is no number, infinite, or too large to average."""
+    """A metric as a float. Raises `RolloutFailed` for one that is no number, infinite, or above `MAX_METRIC`."""
     try:
+        if isinstance(value, str):
+            raise TypeError
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):
         found = f"it is {value!r:.80}, of type {type(value).__name__}"
         raise RolloutFailed(f"metric {name} is no number", f"task {task_id}: {found}; {METRIC}") from None
-    if math.isinf(number):
-        raise RolloutFailed(f"metric {name} is infinite", f"task {task_id}: {METRIC}")
-    if abs(number) > MAX_REWARD:
-        found = f"it is {number:g}; {METRIC}, up to {MAX_REWARD:g}"
-        raise RolloutFailed(f"metric {name} above {MAX_REWARD:g}", f"task {task_id}: {found}")
+    if abs(number) > MAX_METRIC:
+        found = "infinite" if math.isinf(number) else f"above {MAX_METRIC:g}"
+        raise RolloutFailed(f"metric {name} is {found}", f"task {task_id}: {METRIC}")
     return number
 
 

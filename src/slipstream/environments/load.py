@@ -158,8 +158,8 @@ def _construct(kind: type, config: EnvironmentConfig, from_name: dict[str, str])
             raise ConfigError(f"environment.options.{name} is unknown to {config.name}{hint}")
     # An environment with its own `RewardWorkerPool` gets the run's settings.
     settings = {"reward_workers": config.reward_workers or cores(), "timeout": config.timeout * REWARD_SHARE}
-    options = {name: value for name, value in settings.items() if name in parameters} | options
-    return construct("environment", config.name, kind, options)
+    settings = {name: value for name, value in settings.items() if name in parameters and name not in options}
+    return construct("environment", config.name, kind, options, **settings)
 
 
 class FunctionEnvironment:
@@ -172,12 +172,14 @@ class FunctionEnvironment:
         self._function = function
         signature = inspect.signature(function)
         parameters = list(signature.parameters)
-        if len(parameters) != 2 or any(p.kind is p.KEYWORD_ONLY for p in signature.parameters.values()):
-            found = f"{len(parameters)} arguments" if len(parameters) != 2 else "arguments by name alone (*)"
-            raise ConfigError(
-                f"environment.name = {config.name!r} takes {found}; write `async def rollout(task, policy)` or "
-                "`def reward(task, completion)`"
-            )
+        write = "write `async def rollout(task, policy)` or `def reward(task, completion)`"
+        if len(parameters) != 2:
+            raise ConfigError(f"environment.name = {config.name!r} takes {len(parameters)} arguments; {write}")
+        try:
+            signature.bind("task", "policy")
+        except TypeError as error:
+            found = f"can't be called with 2 arguments ({error})"
+            raise ConfigError(f"environment.name = {config.name!r} {found}; {write}") from None
         is_async = inspect.iscoroutinefunction(function)
         if not is_async and parameters[1] == "policy":
             raise ConfigError(

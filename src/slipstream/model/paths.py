@@ -147,11 +147,13 @@ def validate_adapter(path: str, option: str = "model.path", adapter_option: str 
 
 def base_of_adapter(path: str, adapter: dict[str, Any]) -> str:
     """The path or Hub name of an adapter's base model. Raises `ConfigError` as `check_path`."""
-    base = str(adapter.get("base_model_name_or_path"))
+    base, named = adapter.get("base_model_name_or_path"), f"base_model_name_or_path in {Path(path) / ADAPTER}"
+    if not base or not isinstance(base, str):
+        raise ConfigError(f"there is no {named}; name the base model there")
     try:
         check_path(base, f"the base of {path}")
     except ConfigError as error:
-        raise ConfigError(f"{error}; its name is base_model_name_or_path in {Path(path) / ADAPTER}") from None
+        raise ConfigError(f"{error}; its name is {named}") from None
     return base
 
 

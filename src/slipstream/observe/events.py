@@ -10,7 +10,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +119,9 @@ def truncate_lines(
 ) -> int:
     """Keep the first `most` lines whose records have a value of at most `largest`, none that a kill has truncated.
 
-    Returns their number. Reads one line at a time: the file of a long run has gigabytes.
+    Returns the number of kept lines. Reads one line at a time: the file of a long run has gigabytes.
     """
-    count = itertools.count()
+    count = 0
 
     def is_kept(line: str) -> bool:
         try:
@@ -129,8 +129,13 @@ def truncate_lines(
         except (ValueError, KeyError, TypeError):
             return False
 
+    def kept(lines: Iterable[str]) -> Iterator[str]:
+        nonlocal count
+        for line in itertools.islice(filter(is_kept, lines), most):
+            count += 1
+            yield line.removesuffix("\n") + "\n"
+
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as lines:
-            kept = itertools.islice(filter(is_kept, lines), most)
-            write_atomically(path, (line.removesuffix("\n") + "\n" for line, _ in zip(kept, count, strict=False)))
-    return next(count)
+            write_atomically(path, kept(lines))
+    return count

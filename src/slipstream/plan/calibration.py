@@ -40,8 +40,7 @@ class TimedCompletion:
 class Fit:
     """The rates, lengths, throughput and lag of a run. Errors are root mean squares, relative.
 
-    Of engines and trainer that share GPUs, `rates` are those that each has alone, and `slowdown` is that of both during
-    a step; else it is 1.
+    `rates` are without the slowdown of shared GPUs, and `slowdown` is its factor: 1 on separate GPUs.
     """
 
     rates: Rates
@@ -55,7 +54,7 @@ class Fit:
     trainer_busy: float
     engines_busy: float
     lag_mean: float
-    overlaps: bool  # whether engines on the trainer's GPUs sampled during its steps
+    overlaps: bool  # whether engines on the trainer's GPUs may sample during its steps
     slowdown: float
     turns: int  # of a rollout
     tool_s: float  # from the end of a turn to the next one
@@ -112,10 +111,11 @@ def fit(
     steps, played = _timed_steps(metrics), rollouts(events)
     timed, speed = steps[WARM_UP:], _speed(steps)
     overlaps, slowdown = _sharing(config, steps[-1])
-    train = fit_line([(r["train/packed_tokens"] / config.trainer.ranks, r["time/step_s"] / slowdown) for r in timed])
-    unslowed = 1 - speed.trainer_busy + speed.trainer_busy / slowdown  # of an engine's time, relative
+    slowed_by = slowdown if config.loop.max_lag else 1.0  # without a lag one side waits for the other
+    train = fit_line([(r["train/packed_tokens"] / config.trainer.ranks, r["time/step_s"] / slowed_by) for r in timed])
+    alone = 1 - speed.trainer_busy + speed.trainer_busy / slowed_by  # time of a decode step alone, relative
     points = _whole_completions(played, config, steps[WARM_UP - 1]["time/wall_s"])
-    decode = fit_line([(sequences, seconds * unslowed) for sequences, seconds in points])
+    decode = fit_line([(sequences, seconds * alone) for sequences, seconds in points])
     lengths = tuple(sum(one.tokens for one in each) for each in played)
     prompt = Lengths(fmean(prompts or [1]), samples=tuple(prompts))
     reference = config.generator.gpus_per_engine, prompt.mean + fmean(lengths) / 2
@@ -133,11 +133,11 @@ def fit(
 
 
 def _sharing(config: Config, last: Record) -> tuple[bool, float]:
-    """Whether engines on the trainer's GPUs sampled during its steps, and by how much that slowed down both."""
+    """Whether engines on the trainer's GPUs may sample during its steps, and the factor by which that slows both."""
     together = config.sync.placement == "colocated" and not last.get("sync/onload_s")
     overlaps = together or config.sync.link == "single_copy"
-    slows = overlaps and config.loop.max_lag and last.get("train/max_memory_gb")  # 0.0 on a CPU
-    return overlaps, SHARED_SLOWDOWN if slows else 1.0
+    on_gpu = last.get("train/max_memory_gb")  # 0.0 on a CPU
+    return overlaps, SHARED_SLOWDOWN if overlaps and on_gpu else 1.0
 
 
 def _whole_completions(

@@ -1,4 +1,4 @@
-"""GPU kinds; shares of their rates that kernels reach, times of the host, and measured times that replace both.
+"""GPU kinds, and rates: shares of the data sheet that kernels reach, and times of a host or of a measured run.
 
 Sources: NVIDIA's data sheets for bandwidth and dense bfloat16 operations (H100 2023, H200 2024, A100 2021, B200 2025,
 L40S and L4 2023, A10 2021, H20 2024, GeForce RTX 4090 2022). Memory is what CUDA reports as total, which is less than

@@ -69,7 +69,7 @@ def _probe(run: RunHandle) -> dict[str, Any]:
 
 
 def _describe_run(path: Path) -> dict[str, Any]:
-    """The row of a run directory. The age of a run that is over is the time since its last step."""
+    """The row of a run directory. The age of a run that is over is the time since its last step, or its start."""
     if (path / FOLDER).exists() and (row := _probe(RunHandle(str(path), timeout=PROBE_TIMEOUT_S))):
         return row
     summary, metrics = read_summary(path), path / "metrics.jsonl"
@@ -78,7 +78,7 @@ def _describe_run(path: Path) -> dict[str, Any]:
         record = dict(json.loads(metrics.read_text().rstrip().rpartition("\n")[2]))
     except (OSError, ValueError):
         record = {}
-    changed = next(file for file in (metrics, path / "config.toml", path) if file.exists()).stat().st_mtime
+    changed = next((file for file in (metrics, path / "config.toml") if file.exists()), path).stat().st_mtime
     return {
         "name": path.name, "state": ended if summary and not (path / FOLDER).exists() else "dead",
         "step": record.get("step"), "steps": read_options(path).get("loop", {}).get("steps"),

@@ -18,7 +18,7 @@ from slipstream.config.loading import load_config
 from slipstream.config.schema import Config
 from slipstream.controller.node_checks import Examination, examine
 from slipstream.controller.node_worker import NodeReport
-from slipstream.environments.load import close_environment, load_environments
+from slipstream.environments.load import close_environment, load_environment
 from slipstream.errors import UserError
 from slipstream.observe.formatting import plural
 from slipstream.runtime.closing import run_bounded
@@ -71,13 +71,13 @@ def _check_options(found: Examination, config: Config) -> None:
 
 def _check_environment(found: Examination, config: Config) -> None:
     """Add a fault for an environment that can't be loaded here, where the controller of a run loads it."""
-    if any(fault.check == "imports" for fault in found.faults):
+    if any(fault.check == "imports" and "environment.name" in fault.text for fault in found.faults):
         found.skipped["environment"] = "its import fails"
         return
     try:
         with redirect_stdout(sys.stderr):  # what it prints is no part of `--json`
-            for loaded in load_environments(config):
-                asyncio.run(close_environment(loaded.environment))
+            for options in config.each_environment:
+                asyncio.run(close_environment(load_environment(options)))
     except UserError as error:
         found.add("environment", str(error))
 
