@@ -30,7 +30,7 @@ from slipstream.controller.launch import Cluster
 from slipstream.errors import UserError
 from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.pool import EngineReplica
-from slipstream.generators.vllm import weights
+from slipstream.generators.vllm import compat, weights
 from slipstream.generators.vllm.compat import call_workers
 from slipstream.generators.vllm.worker_methods import TokenCounter, WorkerMethods
 from slipstream.rollout import Completion, Sampling
@@ -338,6 +338,24 @@ def small(patient: Path) -> Iterator[Any]:
 
     blocks = ["--generator.engine_args.block_size=32", "--generator.engine_args.num_gpu_blocks_override=12"]
     yield VllmEngine(config_of(patient, "--generator.max_num_seqs=4", "--generator.max_model_len=256", *blocks))
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_a_request_to_a_dead_core_ends_the_process(small: Any, monkeypatch: pytest.MonkeyPatch, died: bool) -> None:
+    """It may arrive before the thread that waits for the death of the core."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("the core is dead")
+
+    def exit_process(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(small._llm, "add_request", refuse)
+    monkeypatch.setattr(compat, "core_died", lambda llm: died)
+    monkeypatch.setattr(os, "_exit", exit_process)
+    with pytest.raises(SystemExit if died else OSError):
+        small.submit(0, [5, 6, 7], Sampling(max_tokens=2))
+    assert small.running == 0
 
 
 def test_a_drain_excludes_requests_waiting_in_vllm(small: Any) -> None:

@@ -124,12 +124,18 @@ def exit_when_core_dies(llm: Any) -> threading.Event:
 
     def watch() -> None:
         while not closing.wait(CORE_CHECK_INTERVAL_S):
-            if core_died(llm) and not closing.is_set():
-                print("vLLM's engine core died; its error is above", file=sys.stderr, flush=True)
-                os._exit(1)
+            if not closing.is_set():
+                exit_if_core_died(llm)
 
     threading.Thread(target=watch, name="exit when vLLM's core dies", daemon=True).start()
     return closing
+
+
+def exit_if_core_died(llm: Any) -> None:
+    """Exit this process if vLLM's core has died, so that the run sees a dead engine instead of failing requests."""
+    if core_died(llm):
+        print("vLLM's engine core died; its error is above", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def cpu_head_sizes() -> list[int]:

@@ -25,6 +25,7 @@ from slipstream.generators.generator_worker import Engine, GeneratorWorker, Open
 from slipstream.generators.vllm.compat import (
     call_workers,
     core_has_own_process,
+    exit_if_core_died,
     exit_when_core_dies,
     refusals,
     routed_experts,
@@ -334,6 +335,9 @@ class VllmEngine:
             request.worker_name = self._llm.add_request(request.name, prompt, sampling, lora_request=adapter)
         except refusals() as error:  # vLLM validates more than the sampling parameters
             raise GenerationError(f"vLLM refuses the request: {error}") from None
+        except Exception:
+            exit_if_core_died(self._llm)
+            raise
         self._requests[request.name] = request
         if self._adapters:
             request.adapter = self._adapters.acquire(policy)
