@@ -314,7 +314,7 @@ def estimate(plan: Plan) -> None:
     alone = plan.engine.step(8, 8 * work.context)  # of the last sequences of a wave
     tail = max(0.0, work.completion.largest_of(work.rollouts) - work.completion.typical) * alone
     publish, slowest = plan.publish.hold + overhead, slowest_group_s(plan, sequences)
-    # In simulations at most half of the sequences have tokens at a swap: the others have just ended or not begun.
+    # In simulations about half of the sequences have tokens at a swap: the others have just ended or not begun.
     recomputed = sequences / 2 * plan.engine.prefill(work.context) if plan.in_flight == "recompute" else 0.0
     if split.max_lag == 0:
         scoring = max(work.scoring_s, work.scoring.largest_of(work.rollouts))

@@ -106,19 +106,19 @@ class Channel:
             self._socket.sendall(part, MORE)
         self._socket.sendall(self._sent(message))
 
-    def recv_bytes(self, progress: Callable[[int], None] = lambda sofar: None) -> memoryview:
+    def recv_bytes(self, progress: Callable[[int], None] = lambda total: None) -> memoryview:
         """The next message. `progress` is called with the bytes of it so far. Raises `PermissionError` if damaged."""
         size = LENGTH.unpack(self._open(LENGTH.size))[0]
         progress(0)
         return self._open(size, progress)
 
-    def _open(self, size: int, progress: Callable[[int], None] = lambda sofar: None) -> memoryview:
+    def _open(self, size: int, progress: Callable[[int], None] = lambda total: None) -> memoryview:
         data = memoryview(self._read(size + DIGEST, progress))
         if not hmac.compare_digest(data[size:], self._received(data[:size])):
             raise PermissionError("a message was damaged on its way, or the other end does not have the secret")
         return data[:size]
 
-    def _read(self, size: int, progress: Callable[[int], None] = lambda sofar: None) -> bytearray:
+    def _read(self, size: int, progress: Callable[[int], None] = lambda total: None) -> bytearray:
         """So many bytes, by few system calls, since a thread waits for the interpreter's lock after each.
 
         `progress` gets the number of bytes that have been read so far. Raises `EOFError` if the connection ends before.
