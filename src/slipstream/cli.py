@@ -48,25 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns the exit status: 0 success, 1 the run failed or a check found faults, 2 an option is wrong, 130 Ctrl-C (in
     `train` the second one; the first ends the run after its step). Raises `SystemExit` for --help and wrong arguments.
     """
-    joined = join_flags(sys.argv[1:] if arguments is None else arguments)
-    given = [word for word in joined if word.startswith("--") and "." in word.partition("=")[0]]
-    options, unknown = parser().parse_known_args([word for word in joined if word not in given])
-    flags = given + unknown
-    # A command's option for an option of the configuration, such as --tasks, comes before flags, which override it.
-    flags = [f"--{name}={value}" for name, value in vars(options).items() if "." in name and value is not None] + flags
+    options, flags = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
-        if sys.platform == "win32":
-            raise ConfigError(NO_SYSTEM)
-        list(parse_flags(flags))  # report malformed flags before anything else
-        if options.command is not commands.train:  # `train` sets a handler that ends the run after its step
-            with contextlib.suppress(ValueError):  # not the main thread: no signals here
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-        if flags and options.command in WITHOUT_OPTIONS:
-            raise ConfigError(f"{flags[0]} is no option of this command; see --help")
-        status: int | None = options.command(options, flags)
-        if sys.stdout:  # None if it was closed before the start
-            sys.stdout.flush()
-        return status or 0
+        return _run(options, flags)
     except BrokenPipeError:  # may be of a worker
         if options.command is commands.train or not _reader_ended():
             raise
@@ -84,6 +68,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
             message = f"{message.rstrip()}\nResume from the last checkpoint: slipstream train --resume {directory}"
         print(f"slipstream: {message}", file=sys.stderr)
         return 1
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """A command with its own options, and the flags that set options of the configuration."""
+    joined = join_flags(arguments)
+    given = [word for word in joined if word.startswith("--") and "." in word.partition("=")[0]]
+    options, unknown = parser().parse_known_args([word for word in joined if word not in given])
+    # A command's option for an option of the configuration, such as --tasks, comes before flags, which override it.
+    own = [f"--{name}={value}" for name, value in vars(options).items() if "." in name and value is not None]
+    return options, own + given + unknown
+
+
+def _run(options: argparse.Namespace, flags: list[str]) -> int:
+    """Run a command. Returns its exit status; its errors are raised."""
+    if sys.platform == "win32":
+        raise ConfigError(NO_SYSTEM)
+    list(parse_flags(flags))  # report malformed flags before anything else
+    if options.command is not commands.train:  # `train` sets a handler that ends the run after its step
+        with contextlib.suppress(ValueError):  # not the main thread: no signals here
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if flags and options.command in WITHOUT_OPTIONS:
+        raise ConfigError(f"{flags[0]} is no option of this command; see --help")
+    status: int | None = options.command(options, flags)
+    if sys.stdout:  # None if it was closed before the start
+        sys.stdout.flush()
+    return status or 0
 
 
 def _reader_ended() -> bool:

@@ -188,7 +188,8 @@ def policy_of(target: str, name: str = "") -> Path:
         path = shlex.quote(target)
         again = f"`slipstream train --resume {path}`"
         if (Path(target) / "summary.json").exists():
-            raise ConfigError(f"{target} has no policy/ any more; {again}, if complete with more steps, writes it")
+            more = "(with a higher --loop.steps if the run is complete)"
+            raise ConfigError(f"{target} has no policy/ any more; {again} writes it again {more}")
         more = f"`slipstream status {path}` shows it while it runs, else {again} continues it"
         raise ConfigError(f"{target} has no policy/ yet, since the run has not ended; {more}")
     several = sorted({each.parent for kind in (ADAPTER, "config.json") for each in policy.glob(f"*/{kind}")})

@@ -134,12 +134,13 @@ def construct(
     required = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
-    if missing := [f"{section}.options.{name}" for name in required if name not in {**options, **settings}]:
+    given = {**options, **settings}
+    if missing := [f"{section}.options.{name}" for name in required if name not in given]:
         raise ConfigError(
             f"{' and '.join(missing)} must be set: {reference} needs {'it' if len(missing) == 1 else 'them'}"
         )
     try:
-        return factory(**options, **settings)
+        return factory(**given)
     except UserError:
         raise
     except (TypeError, ValueError, OSError) as error:

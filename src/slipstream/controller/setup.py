@@ -260,10 +260,10 @@ async def continue_from(run: RunContext, checkpoint: Path | None, state: dict[st
         await restore(run, checkpoint, state)
     retire_long_prompts(run)
     lost = await asyncio.to_thread(run.recorder.truncate, run.state.step, len(run.totals.evaluations))
-    for text in lost if not run.trainer_restarts else ():
-        run.progress.warn(text)
     await asyncio.to_thread(apply_health_rules, run)
-    if not run.trainer_restarts:  # else time and events continue
+    if not run.trainer_restarts:  # else time and events continue, and losses have been reported
+        for text in lost:
+            run.progress.warn(text)
         started_at = state["totals"]["wall_seconds"] if state else 0.0
         await asyncio.to_thread(run.events.truncate, started_at)
         run.events.set_time(run.totals.wall())

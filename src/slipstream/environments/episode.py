@@ -258,7 +258,7 @@ def validate_numbers(rollout: Rollout, task_id: str) -> Rollout:
 
 
 def _metric(name: str, value: Any, task_id: str) -> float:
-    """A metric as a float. Raises `RolloutFailed` for one that is no number, infinite, or above `MAX_METRIC`."""
+    """A metric as a float. Raises `RolloutFailed` if it is not a number, or beyond `MAX_METRIC`."""
     try:
         if isinstance(value, str):
             raise TypeError

@@ -1,5 +1,5 @@
 """Let tests in one process call functions in another one. Both exchange plain data alone, as JSON.
-The other process calls nothing here.
+Calls go in this direction only.
 
 Run in two sandboxes, whose descriptors 3 are the ends of a socket pair: `serve` with the solution, `test` with tests.
 So a solution sees the arguments of calls and nothing else of the tests, and none of its classes reaches them.

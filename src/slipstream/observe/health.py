@@ -267,7 +267,7 @@ def _identical(h: History) -> Measure:
 
 
 def _gradient_spikes(h: History) -> Measure:
-    """Number of the last steps with a gradient whose norm is beyond ten medians and the clipping bound."""
+    """Number of recent gradient norms, without those of 0, above ten medians and the clipping bound."""
     norms = [norm for norm in h.values("train/grad_norm", 100) if norm]  # 0: no group had different rewards
     if len(norms) < 3 * SHORT:
         return HEALTHY

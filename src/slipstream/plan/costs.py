@@ -98,7 +98,7 @@ class EngineCost:
     def prefill(self, tokens: float, context: float = 0.0) -> float:
         """Seconds to compute the keys and values of `tokens` tokens after `context` others, with the all-reduces.
 
-        0 with measured rates of decoding, which include it.
+        Returns 0.0 with measured decode rates, which include prefills.
         """
         if not tokens or self.rates.engine_tokens_per_s or self.rates.measured_decode:
             return 0.0

@@ -280,8 +280,8 @@ def _gpus_of_device(asked: str, device: str, found: tuple[int, ...], gpus: int, 
 def threads(option: int, config: Config) -> int:
     """CPU threads of one process: `option` if positive, else an equal share of the cores.
 
-    With lag 0 or colocated placement engines and trainer compute alternately, so the larger number of processes divides
-    all cores.
+    With lag 0 or colocated placement engines and trainer compute alternately, so the cores are divided by the larger of
+    both numbers of processes.
     """
     if option:
         return option

@@ -27,6 +27,7 @@ from slipstream.runtime.runtime import current_runtime, open_runtime
 PLACEHOLDERS = ("--model.path=MODEL", "--environment.name=addition")  # for options without a default
 CHECKS = ("nodes", "versions", "model files", "options", "imports", "environment", "GPUs", "memory", "limits",
           "run directory", "host names", "connections", "bandwidth", "all-reduce", "servers")  # fmt: skip
+OF_CONFIG = "model files", "options", "imports", "environment"  # checks that need a configuration
 
 
 def doctor(path: str | None, flags: Sequence[str] = (), as_json: bool = False) -> int:
@@ -75,7 +76,7 @@ def _check_environment(found: Examination, config: Config) -> None:
         found.skipped["environment"] = "its import fails"
         return
     try:
-        with redirect_stdout(sys.stderr):  # what it prints is no part of `--json`
+        with redirect_stdout(sys.stderr):  # keeps the output of `--json` valid
             for options in config.each_environment:
                 asyncio.run(close_environment(load_environment(options)))
     except UserError as error:
@@ -84,9 +85,7 @@ def _check_environment(found: Examination, config: Config) -> None:
 
 def _results(found: Examination, with_config: bool) -> dict[str, str]:
     """The result of each check: "ok", "skipped: reason", or the number of its faults."""
-    skipped = found.skipped | (
-        {} if with_config else dict.fromkeys(("model files", "options", "imports", "environment"), "no CONFIG")
-    )
+    skipped = found.skipped | ({} if with_config else dict.fromkeys(OF_CONFIG, "no CONFIG"))
     skipped |= {"bandwidth": "one node"} if len(found.reports) == 1 else {}
     results = dict.fromkeys(CHECKS, "ok") | {check: f"skipped: {why}" for check, why in skipped.items()}
     counts = Counter(fault.check for fault in found.faults)

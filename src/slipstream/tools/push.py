@@ -110,7 +110,7 @@ def _environments(run: Run) -> str:
 
 
 def _score_rows(run: Run) -> dict[str, str]:
-    """Rows of the model card by label: scores before and after, their difference, and what was evaluated.
+    """Rows of the model card by label: scores before and after, their difference, and the evaluated tasks.
 
     Empty without an evaluation.
     """
