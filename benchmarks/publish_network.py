@@ -2,12 +2,12 @@
 
     sudo python benchmarks/publish_network.py MODEL [--links delta nccl checkpoint] [--rate 1gbit] [--engines 1]
         [--changed 0.01] [--publishes 6] [--json FILE]
-    sudo python benchmarks/publish_network.py MODEL --learning-rate 1e-6 --every 4 --moving 0.5    # changes of training
+    sudo python benchmarks/publish_network.py MODEL --versions RUN/weights --every 1    # versions of a run
 
 Two namespaces are joined by a pair of virtual devices whose rate is limited both ways (`tc tbf`). The trainer's end of
 the link runs in the first, engines that decode in the second. Between publishes the given share of the elements moves
-to the next bfloat16 value. With `--learning-rate` float32 masters move instead, as by `--every` steps of AdamW on
-gradients of noise, which a share `--moving` of the elements has; small weights then change by many values. `held` is
+to the next bfloat16 value. With `--versions` the weights become those of the next, or every `--every`-th, version that
+a run kept (`sync.link = "checkpoint"`, `sync.keep_versions`; `benchmarks/publish_network.toml` makes one). `held` is
 the time of `stage` and `send`, `ready` the time from the start of `stage` until all engines serve the version, `pause`
 the time of the swap, `step` that of a decode step. "delta, all weights" is the `delta` link to engines without a
 version. `checkpoint` needs files that both hosts can read: here the trainer's host sends each file over the link in
@@ -31,11 +31,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from work import at_least_one, conditions
 
 from slipstream.config.loading import load_config
@@ -50,11 +51,10 @@ from slipstream.runtime.addresses import ADDRESS
 from slipstream.sync.blocks import words
 from slipstream.sync.delta import DeltaReceiver
 from slipstream.sync.link import find_link
-from slipstream.sync.prediction import displacement
 
 HOSTS = ("10.97.0.1", "10.97.0.2")
 ALL_WEIGHTS = "delta, all weights"
-CHANGES = ("changed", "learning_rate", "every", "moving")
+CHANGES = ("changed", "versions", "every")
 
 
 def configuration(model: str, link: str) -> Config:
@@ -89,24 +89,17 @@ def change_elements(parameters: Iterable[torch.Tensor], share: float, generator:
         bits[places] += torch.randint(0, 2, (count,), generator=generator).to(bits.dtype) * 2 - 1
 
 
-class Masters:
-    """Float32 weights that round to `parameters`, and move as by `steps` of AdamW on gradients of noise."""
+class Versions:
+    """The weights that a run published, in order; each `step` copies the next of every `every`-th to `parameters`."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor], rate: float, steps: int, moving: float) -> None:
-        self._seed = torch.Generator().manual_seed(0)
-        self._size = rate * displacement(steps, taken=1000, beta1=0.9)
-        self._pairs = []
-        for parameter in parameters:
-            spacing = (torch.nextafter(parameter, torch.full_like(parameter, torch.inf)) - parameter).float()
-            between = torch.rand(parameter.shape, generator=self._seed) - 0.5
-            moves = torch.rand(parameter.shape, generator=self._seed) < moving
-            self._pairs.append((parameter, parameter.float() + 0.99 * between * spacing, moves))
+    def __init__(self, parameters: Mapping[str, torch.Tensor], directory: Path, every: int) -> None:
+        numbered = {int(path.stem.removeprefix("version_")): path for path in directory.glob("version_*.safetensors")}
+        self._parameters, self._files = parameters, iter([numbered[number] for number in sorted(numbered)][::every])
 
     @torch.no_grad()
     def step(self) -> None:
-        for parameter, master, moves in self._pairs:
-            moved = self._size * moves * torch.randn(master.shape, generator=self._seed)
-            parameter.copy_(master.add_(moved))
+        for name, weight in load_file(next(self._files)).items():
+            self._parameters[name].copy_(weight)
 
 
 class TrainerEnd(Memory):
@@ -118,8 +111,7 @@ class TrainerEnd(Memory):
         config = configuration(model, link)
         loaded = load_model(config.model, config.lora, device=torch.device("cpu"), dtype=torch.bfloat16)
         self._parameters, self._changed = trained_parameters(loaded), options.changed
-        training = options.learning_rate, options.every, options.moving
-        self._masters = Masters(self._parameters.values(), *training) if options.learning_rate else None
+        self._versions = Versions(self._parameters, options.versions, options.every) if options.versions else None
         self._sender = find_link(config.sync.link)[0](self._parameters, config, Path(scratch), engines)
         self._seed = torch.Generator().manual_seed(0)
         self._files = socket.create_server((os.environ[ADDRESS], 0)) if link == "checkpoint" else None
@@ -140,8 +132,8 @@ class TrainerEnd(Memory):
         return self._sender.connection_info()
 
     def change(self) -> None:
-        if self._masters:
-            self._masters.step()
+        if self._versions:
+            self._versions.step()
         else:
             change_elements(self._parameters.values(), self._changed, self._seed)
 
@@ -293,7 +285,7 @@ def sent(namespace: str) -> int:
 
 def measure(options: argparse.Namespace, link: str, names: tuple[str, str], scratch: str) -> dict[str, Any]:
     common = (options.model, "--link", link)
-    given = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in CHANGES]
+    given = [f"--{name.replace('_', '-')}={value}" for name in CHANGES if (value := getattr(options, name)) is not None]
     trainer = Remote(names[0], HOSTS[0], *common, "--trainer", scratch, "--engines", str(options.engines), *given)
     engines = [Remote(names[1], HOSTS[1], *common, "--engine", f"{scratch}/copies{i}") for i in range(options.engines)]
     try:
@@ -349,9 +341,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--rate", default="1gbit")
     found.add_argument("--engines", type=at_least_one, default=1)
     found.add_argument("--changed", type=float, default=0.01)
-    found.add_argument("--learning-rate", type=float, default=0.0)
+    found.add_argument("--versions", type=Path)
     found.add_argument("--every", type=at_least_one, default=1)
-    found.add_argument("--moving", type=float, default=1.0)
     found.add_argument("--publishes", type=at_least_one, default=6)
     found.add_argument("--json", type=Path)
     found.add_argument("--link", help=argparse.SUPPRESS)
@@ -373,7 +364,7 @@ def main() -> None:
                 found.append(measure(options, link, names, scratch))
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in found[-1].items()}, flush=True)
     if options.json:
-        kept = {name: getattr(options, name) for name in ("rate", "engines", "publishes", *CHANGES)}
+        kept = {name: getattr(options, name) for name in ("rate", "engines", "publishes", "changed", "every")}
         options.json.write_text(
             json.dumps(conditions() | kept | {"model": Path(options.model).name, "links": found}, indent=1) + "\n"
         )

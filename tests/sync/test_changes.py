@@ -20,7 +20,9 @@ from slipstream.sync.changes import (
     HEADER,
     Changes,
     Entry,
+    choose_coding,
     copy_changes,
+    count_small,
     decode,
     encode,
     encode_rows,
@@ -73,6 +75,11 @@ def found(old: Tensor, new: Tensor) -> Changes:
     return changes
 
 
+def encoded(block: int, length: int, changes: Changes, size: int) -> bytes:
+    coding = choose_coding(length, len(changes.indices), arrays.to_ints(count_small(changes)), size)
+    return encode(block, length, changes, size, coding)
+
+
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 3000), share=st.sampled_from([0.0, 0.001, 0.1, 0.35]),
        size=st.sampled_from([2, 4]), by=st.sampled_from([1, 100]), far=st.sampled_from([1, 1000]))  # fmt: skip
 @settings(max_examples=100, deadline=None)
@@ -85,7 +92,7 @@ def test_coded_changes_turn_the_old_words_into_the_new_ones(
     if changes is None:  # so many that the whole is smaller
         assert (words(old) != words(new)).sum() > 0.4 * count
         return
-    ((entry, data),) = entries(memoryview(encode(3, count, changes, size)))
+    ((entry, data),) = entries(memoryview(encoded(3, count, changes, size)))
     decoded = decode(entry, data, count, size, CPU).on_host()
     applied = words(old).clone()
     applied[torch.as_tensor(decoded.indices)] += torch.as_tensor(decoded.differences)
@@ -97,7 +104,7 @@ def test_a_change_of_a_percent_takes_about_a_byte(share: float, most: float) -> 
     old = torch.randn(1_000_000).bfloat16()
     new, count = old.clone(), int(1_000_000 * share)
     words(new)[torch.randperm(1_000_000)[:count]] += 1
-    assert len(encode(0, 1_000_000, found(old, new), 2)) < most * count + 40
+    assert len(encoded(0, 1_000_000, found(old, new), 2)) < most * count + 40
 
 
 @given(data=st.binary(max_size=200), size=st.sampled_from([2, 4]), number=st.integers(0, 30), listed=st.integers(0, 3),
@@ -133,7 +140,7 @@ def coded(number: int, block: Block, old: Tensor, new: Tensor) -> list[bytes]:
     changes = copy_changes(old.clone(), new)
     if changes is None:
         return [entry for segment in block.segments for entry in encode_rows(segment, new.numpy())]
-    return [encode(number, block.length, changes, 2)]
+    return [encoded(number, block.length, changes, 2)]
 
 
 @given(sizes=shapes, seed=st.integers(0, 10**6), halves=st.booleans(), shares=shares)
@@ -211,7 +218,7 @@ def test_an_update_that_can_not_be_read_back_is_undone(whole: bool, monkeypatch:
     (block,) = divide({"w": (40,)}, 100)
     update = Update(Tensors({"w": Part(ParameterShard(served, (40,)))}, [block]), fresh=False)
     rows = encode_rows(block.segments[0], words(new).numpy())
-    data = next(rows) if whole else encode(0, 40, found(old, new), 2)
+    data = next(rows) if whole else encoded(0, 40, found(old, new), 2)
     update.add(update.decode(memoryview(data)))
     kind = staging._Replaced if whole else staging._Changed
     swap = kind.swap

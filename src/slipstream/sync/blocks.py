@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,15 +51,22 @@ class Block:
         """Number of words."""
         return self.segments[-1].end
 
+    def slices(self, indices: Array) -> Iterator[tuple[Segment, slice]]:
+        """Each segment, and where its words are among these ascending indices, an array of NumPy's."""
+        ends = np.searchsorted(indices, [segment.end for segment in self.segments])
+        for segment, first, last in zip(self.segments, [0, *ends], ends, strict=False):
+            yield segment, slice(first, last)
+
     def rises(self, indices: Array, differences: Array) -> Tensor:
         """By how much changes of words at ascending indices raise the `checksum` of each segment's parameter.
 
         The differences are not wrapped.
         """
-        if len(self.segments) == 1:
-            segment = self.segments[0]
-            weights = _factors_at(indices, segment.columns, segment.row)
-            return torch.as_tensor((weights * differences).sum()).reshape(1)
+        if isinstance(indices, np.ndarray):
+            return torch.tensor([
+                (_factors_at(indices[at] - segment.start, segment.columns, segment.row) * differences[at]).sum()
+                for segment, at in self.slices(indices)
+            ])  # fmt: skip
         at, by = torch.as_tensor(indices).long(), torch.as_tensor(differences)
         table = torch.tensor([(s.start, s.end, s.columns, s.row) for s in self.segments], device=at.device)
         ends = torch.searchsorted(at, table[:, 1].contiguous())

@@ -102,11 +102,10 @@ def choose_coding(length: int, count: int, small: Sequence[int], size: int) -> C
     return Coding(low, width, count - fits[width], unary + count * low // 8 + costs[width])
 
 
-def encode(block: int, length: int, changes: Changes, size: int) -> bytes:
+def encode(block: int, length: int, changes: Changes, size: int, coding: Coding) -> bytes:
     """An entry with the changes of a block of `length` words of `size` bytes."""
     indices, differences = changes
-    count, amounts = len(indices), abs(differences)
-    low, width, _, expected = choose_coding(length, count, arrays.to_ints(count_small(changes)), size)
+    count, amounts, (low, width, _, expected) = len(indices), abs(differences), coding
     ones = (indices >> low) + arrays.arange(indices, count)
     unary = arrays.zeros(indices, (length >> low) + count)
     unary[ones] = True
@@ -202,7 +201,7 @@ def decode(entry: Entry, data: memoryview, length: int, size: int, device: torch
     indices = arrays.cast(high - arrays.arange(high, number), "i4") << entry.low
     if entry.low:
         indices |= arrays.cast(arrays.view(lows, LOW[entry.low]), "i4") & (1 << entry.low) - 1
-    if ((indices < 0) | (indices >= length)).any() or (indices[1:] <= indices[:-1]).any():
+    if ((indices[:1] < 0) | (indices[-1:] >= length)).any() or (indices[1:] <= indices[:-1]).any():
         raise ValueError("a change of an element that the block does not have")
     if entry.width:
         differences = arrays.cast(arrays.view(small, f"i{entry.width}"), f"i{size}")

@@ -17,6 +17,7 @@ from slipstream.sync.blocks import Block
 from slipstream.sync.changes import (
     HEADER,
     Changes,
+    Coding,
     choose_coding,
     count_small,
     encode,
@@ -54,8 +55,8 @@ class Coder:
         self.changed = self.size = 0  # elements, and bytes of the entries; complete after `measure`
         self._stream, self._ended, self._device = stream, ended, device
         self._blocks = deque[_BlockChanges]()
-        self._counted: list[tuple[Block, int, int]] = []  # changed words, and bytes of each word
-        self._numbers: list[arrays.Array] = []  # of each: rises of checksums, and those of `count_small`
+        self._numbers: list[arrays.Array] = []  # of each block's changes: rises of checksums, those of `count_small`
+        self._codings = deque[Coding]()  # of each block's changes
         self._thread: threading.Thread | None = None
         self._own: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -69,18 +70,22 @@ class Coder:
             self.changed += block.length
             self.size += entries_of(block) * HEADER.size + words.nbytes
         else:
-            self._counted.append((block, len(changes.indices), words.element_size()))
             self._numbers += [block.rises(*changes), *count_small(changes)]
         self._blocks.append(_BlockChanges(number, block, words, changes))
 
     def measure(self) -> Counter[str]:
         """Complete `changed` and `size`. Returns by how much the changes raise the checksum of each parameter."""
         rises, numbers = Counter[str](), iter(arrays.to_ints(self._numbers))
-        for block, count, word in self._counted:
+        for _, block, words, changes in self._blocks:
+            if changes is None:
+                continue
             for segment in block.segments:
                 rises[segment.name] += next(numbers)
+            count, small = len(changes.indices), (next(numbers), next(numbers))
+            coding = choose_coding(block.length, count, small, words.element_size())
             self.changed += count
-            self.size += HEADER.size + choose_coding(block.length, count, [next(numbers), next(numbers)], word).size
+            self.size += HEADER.size + coding.size
+            self._codings.append(coding)
         return rises
 
     def start(self, trailer: dict[str, Any], rate: float = 0.0) -> None:
@@ -135,4 +140,4 @@ class Coder:
             if changes is None:
                 whole = arrays.on_host(words)
                 return [entry for segment in block.segments for entry in encode_rows(segment, whole)]
-            return [encode(number, block.length, changes, words.element_size())]
+            return [encode(number, block.length, changes, words.element_size(), self._codings.popleft())]

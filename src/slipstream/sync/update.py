@@ -73,18 +73,20 @@ class Place(NamedTuple):
     width: Any
     offset: Any
 
-    def locate(self, indices: Array) -> tuple[Array, Array, Array]:
+    def locate(self, indices: Array, whole: bool) -> tuple[Array, Array, Array | None]:
         """Where words at these indices of the block are, their factors in `checksum`, and whether the tensor has each.
 
-        The first are indices in the array of words.
+        The first are indices in the array of words. The last is None for `whole` tensors, which have all words.
         """
         local = indices - self.start
         rows = local // self.columns
-        columns = local - rows * self.columns - self.column
-        rows = rows + self.row
-        held = (rows >= self.low) & (rows < self.high) & (columns >= 0) & (columns < self.width)
-        weights = factors(arrays.cast(rows, "i8"), arrays.cast(columns, "i8") + self.column)
-        return (rows - self.low) * self.width + columns + self.offset, weights, held
+        columns = local - rows * self.columns
+        weights = factors(arrays.cast(rows, "i8") + self.row, arrays.cast(columns, "i8"))
+        if whole:
+            return local + self.offset, weights, None
+        rows, columns = rows + (self.row - self.low), columns - self.column
+        held = (rows >= 0) & (rows < self.high - self.low) & (columns >= 0) & (columns < self.width)
+        return rows * self.width + columns + self.offset, weights, held
 
 
 class _Memory:
@@ -151,7 +153,7 @@ class Tensors:
         """Stage changes of a block."""
         block = self.blocks[number]
         if self.memory is None:
-            return list(self._stage_segments(block, changes))
+            return list(self._stage_segments(block, changes.on_host()))
         slices = range(0, len(changes.indices), SLICE)
         return [self._stage_slice(number, *(part[at : at + SLICE] for part in changes)) for at in slices]
 
@@ -162,21 +164,20 @@ class Tensors:
         bounds = torch.searchsorted(at, ends.to(at.dtype))
         counts = torch.diff(bounds, prepend=bounds.new_zeros(1))
         place = Place(*places.repeat_interleave(counts, 0, output_size=len(at)).unbind(1))
-        return _Changed(self.memory, self.blocks[number].segments, bounds, place.locate(at.long()), by, whole)
+        return _Changed(self.memory, self.blocks[number].segments, bounds, place.locate(at.long(), whole), by)
 
     def _stage_segments(self, block: Block, changes: Changes) -> Iterator[_Changed]:
         for segment, part in split(block, changes):
             served = arrays.as_array(self.words_of(segment))
             if len(part.indices) and len(served):
-                located, whole = self.place(segment).locate(part.indices), self.numbered[segment.parameter].whole
-                yield _Changed(served, (segment,), None, located, part.differences, whole)
+                located = self.place(segment).locate(part.indices, self.numbered[segment.parameter].whole)
+                yield _Changed(served, (segment,), None, located, part.differences)
 
 
 def split(block: Block, changes: Changes) -> Iterator[tuple[Segment, Changes]]:
     """The changes of each segment, at indices of the block, of NumPy's arrays."""
-    ends = np.searchsorted(changes.indices, [segment.end for segment in block.segments])
-    for segment, first, last in zip(block.segments, [0, *ends], ends, strict=False):
-        yield segment, Changes(changes.indices[first:last], changes.differences[first:last])
+    for segment, at in block.slices(changes.indices):
+        yield segment, Changes(changes.indices[at], changes.differences[at])
 
 
 class _Changed:
@@ -187,10 +188,10 @@ class _Changed:
 
     def __init__(
         self, served: Array, segments: Sequence[Segment], bounds: Tensor | None,
-        located: tuple[Array, Array, Array], differences: Array, whole: bool,
+        located: tuple[Array, Array, Array | None], differences: Array,
     ) -> None:  # fmt: skip
         indices, weights, held = located
-        if not whole:
+        if held is not None:
             indices, weights, differences = indices[held], weights[held], differences[held]
             bounds = None if bounds is None else torch.cat([bounds.new_zeros(1), held.cumsum(0)])[bounds]
         # Of 8 bytes: NumPy would convert others in each use, and so lengthen the swap by a third.
@@ -226,7 +227,7 @@ class _Replaced:
 
     def add(self, changes: Changes) -> None:
         """Change staged words, by the changes of the segment."""
-        indices, weights, held = self._place.locate(changes.indices)
+        indices, weights, held = self._place.locate(changes.indices, whole=False)
         new = arrays.as_array(self._new)
         at, weights = arrays.like(new, indices[held]), arrays.like(new, weights[held])
         old = new[at]
