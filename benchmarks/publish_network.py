@@ -89,12 +89,17 @@ def change_elements(parameters: Iterable[torch.Tensor], share: float, generator:
         bits[places] += torch.randint(0, 2, (count,), generator=generator).to(bits.dtype) * 2 - 1
 
 
-class Versions:
-    """The weights that a run published, in order; each `step` copies the next of every `every`-th to `parameters`."""
+def version_files(options: argparse.Namespace) -> list[Path]:
+    """The files of every `--every`-th version in `--versions`, in order."""
+    numbered = {int(p.stem.removeprefix("version_")): p for p in options.versions.glob("version_*.safetensors")}
+    return [numbered[number] for number in sorted(numbered)][:: options.every]
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], directory: Path, every: int) -> None:
-        numbered = {int(path.stem.removeprefix("version_")): path for path in directory.glob("version_*.safetensors")}
-        self._parameters, self._files = parameters, iter([numbered[number] for number in sorted(numbered)][::every])
+
+class Versions:
+    """The weights that a run published; each `step` copies those of the next file to `parameters`."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], files: Iterable[Path]) -> None:
+        self._parameters, self._files = parameters, iter(files)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -111,7 +116,7 @@ class TrainerEnd(Memory):
         config = configuration(model, link)
         loaded = load_model(config.model, config.lora, device=torch.device("cpu"), dtype=torch.bfloat16)
         self._parameters, self._changed = trained_parameters(loaded), options.changed
-        self._versions = Versions(self._parameters, options.versions, options.every) if options.versions else None
+        self._versions = Versions(self._parameters, version_files(options)) if options.versions else None
         self._sender = find_link(config.sync.link)[0](self._parameters, config, Path(scratch), engines)
         self._seed = torch.Generator().manual_seed(0)
         self._files = socket.create_server((os.environ[ADDRESS], 0)) if link == "checkpoint" else None
@@ -357,6 +362,9 @@ def main() -> None:
         return serve(TrainerEnd(options))
     if options.engine:
         return serve(EngineEnd(options.model, options.link, options.engine))
+    if options.versions and (count := len(version_files(options))) <= options.publishes:
+        needed = f"--publishes {options.publishes} needs {options.publishes + 1}"
+        sys.exit(f"--versions {options.versions} has {count} versions, and {needed}")
     found = []
     with namespaces(options.rate) as names:
         for link in options.links:
@@ -364,7 +372,8 @@ def main() -> None:
                 found.append(measure(options, link, names, scratch))
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in found[-1].items()}, flush=True)
     if options.json:
-        kept = {name: getattr(options, name) for name in ("rate", "engines", "publishes", "changed", "every")}
+        kept = {name: getattr(options, name) for name in ("rate", "engines", "publishes")}
+        kept |= {"every": options.every} if options.versions else {"changed": options.changed}
         options.json.write_text(
             json.dumps(conditions() | kept | {"model": Path(options.model).name, "links": found}, indent=1) + "\n"
         )

@@ -61,6 +61,12 @@ def hosts(count: int) -> Iterator[list[tuple[str, str]]]:
                 ip(words)
 
 
+def limit_rate(host: str, rate: str) -> None:
+    """Limit what a host receives from the others: `rate` as in "10mbit"."""
+    words = f"tc qdisc add dev {host} root tbf rate {rate} burst 32kb latency 500ms"
+    subprocess.run(words.split(), check=True)
+
+
 class Remote:
     """A Python process on a host, which runs `module` and answers calls by `serve`."""
 

@@ -19,7 +19,8 @@ from slipstream.sync.adapters import adapter_files, read_adapter
 from slipstream.sync.link import ParameterShard, find_link
 from tests.hosts import serve
 
-SHAPES = {"embed": (300, 64), "norm": (64,), "experts": (4, 24, 16), "head": (130, 64)}
+ROWS = int(os.environ.get("ROWS", "300"))
+SHAPES = {"embed": (ROWS, 64), "norm": (64,), "experts": (4, 24, 16), "head": (130, 64)}
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:

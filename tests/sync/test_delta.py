@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +119,27 @@ def trainer(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.
 
 
 def test_receivers_form_a_chain_also_once_the_network_is_slower_for_all(trainer: Trainer) -> None:
-    def sources(rate: float) -> int:
-        """The receivers that get the version from the trainer."""
-        state = trainer.publish()["state"]
-        ask = {"state": state, "base": None, "direct": False, "rate": rate}
-        found = [trainer.sender._find(ask | {"rank": rank, "listens": ["peer", rank]}) for rank in range(16)]
-        return sum(source is not None for _, source in found)
+    assert sources(trainer, 0.0) == sources(trainer, 1e6) == [0]
+    assert [sources(trainer, 1e5) for _ in range(2)] == [[0, 1], [0]]
 
-    assert sources(0.0) == sources(1e6) == 1
-    assert [sources(1e5) for _ in range(2)] == [2, 1]
+
+def sources(trainer: Trainer, rate: float, measured: Collection[int] = range(16), slow: float = 0.0) -> list[int]:
+    """Which of 16 receivers get a version from the trainer. `rate` is that of all, but of rank 0 maybe `slow`."""
+    state, found = trainer.publish()["state"], []
+    for rank in range(16):
+        ask = {"state": state, "base": None, "direct": False, "rank": rank, "listens": ["peer", rank]}
+        ask |= {"rate": rate if rank else slow or rate, "measured": rank in measured}
+        if trainer.sender._find(ask)[1]:
+            found.append(rank)
+    return found
+
+
+def test_a_second_receiver_gets_a_version_from_the_trainer_until_its_network_is_measured(trainer: Trainer) -> None:
+    """The first may be the slow one, which the others had to wait for."""
+    assert sources(trainer, 0.0, []) == [0]
+    assert [sources(trainer, 1e6, [0]) for _ in range(2)] == [[0, 1]] * 2
+    assert [sources(trainer, 9e6, [0, 1], slow=1e6) for _ in range(2)] == [[0, 1]] * 2
+    assert [sources(trainer, 9e6, [0, 1]) for _ in range(2)] == [[0]] * 2
 
 
 def test_two_hundred_publishes_in_a_row_equal_a_full_copy(trainer: Trainer) -> None:

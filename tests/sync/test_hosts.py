@@ -22,7 +22,7 @@ from slipstream.runtime import addresses
 from slipstream.runtime.addresses import ADDRESS, INTERFACE, LOOPBACK, private_store
 from slipstream.sync import rendezvous
 from slipstream.sync.rendezvous import Gate, open_tunnel
-from tests.hosts import Remote, hosts
+from tests.hosts import Remote, hosts, limit_rate
 
 ENDS = "tests.sync.link_ends"
 
@@ -79,6 +79,33 @@ def test_engines_on_other_hosts_come_and_go(link: str, three: list[tuple[str, st
         engines += [add(2), add(0)]
         connect()
         assert all(publish(trainer, engines, version) == [True] * 4 for version in (1, 2))
+
+
+@pytest.mark.e2e
+def test_an_engine_does_not_wait_for_one_whose_network_is_ten_times_slower(tmp_path: Path) -> None:
+    """Two versions of 2 MB reach the fast engine while the slow one, which asks first, receives the first of them."""
+    with hosts(3) as found, processes() as started:
+
+        def start(host: int, end: str, *flags: str) -> Remote:
+            name, address = found[host]
+            started.append(Remote(name, ENDS, end, "delta", *flags, ROWS="16384", **{ADDRESS: address}))
+            return started[-1]
+
+        limit_rate(found[1][0], "50mbit")
+        limit_rate(found[2][0], "5mbit")
+        trainer, fast, slow = start(0, "trainer", str(tmp_path)), start(1, "engine"), start(2, "engine")
+        info = trainer.call("open", 2)
+        for rank, engine in enumerate((fast, slow), 1):
+            engine.call("connect", info, rank)
+        assert publish(trainer, [slow, fast], 0) == [True] * 2  # the fast one waits, since no network is known
+        handle = trainer.call("stage", 10)
+        late = slow.start("publish", handle)
+        trainer.call("send")
+        time.sleep(0.2)  # for the slow one to ask first; the test is weaker, not wrong, if it does not
+        assert fast.call("publish", handle)
+        assert publish(trainer, [fast], 20) == [True] and not late.done()
+        assert late.result(60)
+        assert publish(trainer, [slow, fast], 21) == [True] * 2
 
 
 @pytest.mark.e2e

@@ -296,8 +296,9 @@ def test_an_update_before_release_is_refused(tmp_path: Path) -> None:
     pair.sender.close()
 
 
-def test_checksums_of_shards_add_up() -> None:
-    whole = torch.randn(10, 12)
+@pytest.mark.parametrize("shape", [(10, 12), (10, 12, 3)])
+def test_checksums_of_shards_add_up(shape: tuple[int, ...]) -> None:
+    whole = torch.randn(shape)
     sums = [
         checksum(whole[a:b, c:d], (slice(a, b), slice(c, d)))
         for a, b in ((0, 4), (4, 10))

@@ -53,7 +53,7 @@ class Block:
 
     def slices(self, indices: Array) -> Iterator[tuple[Segment, slice]]:
         """Each segment, and where its words are among these ascending indices, an array of NumPy's."""
-        ends = np.searchsorted(indices, [segment.end for segment in self.segments])
+        ends = np.searchsorted(indices, np.array([segment.end for segment in self.segments], indices.dtype))
         for segment, first, last in zip(self.segments, [0, *ends], ends, strict=False):
             yield segment, slice(first, last)
 
@@ -62,11 +62,11 @@ class Block:
 
         The differences are not wrapped.
         """
+        if len(self.segments) == 1:
+            return torch.as_tensor(_rise(self.segments[0], indices, differences)).reshape(1)
         if isinstance(indices, np.ndarray):
-            return torch.tensor([
-                (_factors_at(indices[at] - segment.start, segment.columns, segment.row) * differences[at]).sum()
-                for segment, at in self.slices(indices)
-            ])  # fmt: skip
+            each = [_rise(segment, indices[at], differences[at]) for segment, at in self.slices(indices)]
+            return torch.tensor(each)
         at, by = torch.as_tensor(indices).long(), torch.as_tensor(differences)
         table = torch.tensor([(s.start, s.end, s.columns, s.row) for s in self.segments], device=at.device)
         ends = torch.searchsorted(at, table[:, 1].contiguous())
@@ -109,6 +109,11 @@ def _factors_at(indices: Array, columns: Array | int, row: Array | int) -> Array
     """Factors of the words at these indices of the rows from `row` on."""
     rows = indices // columns
     return factors(cast(rows, "i8") + row, cast(indices - rows * columns, "i8"))
+
+
+def _rise(segment: Segment, indices: Array, differences: Array) -> Array:
+    """By how much changes of words of one segment, at these indices of its block, raise its parameter's `checksum`."""
+    return (_factors_at(indices - segment.start, segment.columns, segment.row) * differences).sum()
 
 
 def sums_between(values: Tensor, ends: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ def checksum(part: Tensor, index: Sequence[slice] = ()) -> int:
     """
     row, column = ((s.start or 0) for s in (*index, slice(0), slice(0))[:2])
     words = part.detach().contiguous().view(WORDS[part.element_size()])
-    words = words.flatten(1) if words.dim() > 1 else words[:, None]
+    words, column = words.flatten(1) if words.dim() > 1 else words[:, None], column * prod(part.shape[2:])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     columns = 2 * torch.arange(column, column + words.shape[1], device=words.device) + 1
     for at in range(0, words.shape[0], ROWS):

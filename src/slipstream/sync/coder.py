@@ -37,12 +37,13 @@ def largest_frame(rate: float) -> float:
 
 
 class _BlockChanges(NamedTuple):
-    """A changed block: `changes`, or None if its new words are sent."""
+    """A changed block: `changes`, or None if its new words are sent. `coding` is of the changes, from `measure` on."""
 
     number: int
     block: Block
     words: Tensor
     changes: Changes | None
+    coding: Coding | None = None
 
 
 class Coder:
@@ -56,7 +57,6 @@ class Coder:
         self._stream, self._ended, self._device = stream, ended, device
         self._blocks = deque[_BlockChanges]()
         self._numbers: list[arrays.Array] = []  # of each block's changes: rises of checksums, those of `count_small`
-        self._codings = deque[Coding]()  # of each block's changes
         self._thread: threading.Thread | None = None
         self._own: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -76,7 +76,8 @@ class Coder:
     def measure(self) -> Counter[str]:
         """Complete `changed` and `size`. Returns by how much the changes raise the checksum of each parameter."""
         rises, numbers = Counter[str](), iter(arrays.to_ints(self._numbers))
-        for _, block, words, changes in self._blocks:
+        for at, changed in enumerate(self._blocks):
+            _, block, words, changes, _ = changed
             if changes is None:
                 continue
             for segment in block.segments:
@@ -85,7 +86,7 @@ class Coder:
             coding = choose_coding(block.length, count, small, words.element_size())
             self.changed += count
             self.size += HEADER.size + coding.size
-            self._codings.append(coding)
+            self._blocks[at] = changed._replace(coding=coding)
         return rises
 
     def start(self, trailer: dict[str, Any], rate: float = 0.0) -> None:
@@ -135,9 +136,9 @@ class Coder:
 
     @torch.no_grad()
     def _entries(self, changed: _BlockChanges) -> list[bytes]:
-        number, block, words, changes = changed
+        number, block, words, changes, coding = changed
         with torch.cuda.stream(self._own):  # None changes nothing
-            if changes is None:
+            if changes is None or coding is None:
                 whole = arrays.on_host(words)
                 return [entry for segment in block.segments for entry in encode_rows(segment, whole)]
-            return [encode(number, block.length, changes, words.element_size(), self._codings.popleft())]
+            return [encode(number, block.length, changes, words.element_size(), coding)]

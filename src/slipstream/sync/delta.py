@@ -92,9 +92,10 @@ class DeltaSender(Sender):
         self._state = self._first = 0  # numbers of the staged weights, and of those before which no changes are known
         self._steps: dict[int, Stream] = {}  # by state: changes since the one before
         self._sources: dict[tuple[int, int | None], ChangeSource] = {}  # by the states that they lead to and start from
-        self._tails: dict[int | None, Any] = {}  # address of the receiver to ask next, by the state that it has
+        self._tails: dict[int | None, Request] = {}  # the receiver to ask next, by the state that it has
         self._asked: set[tuple[int, int | None]] = set()  # rank and state of the receivers that have asked
         self._rates: dict[int, float] = {}  # bytes per second of each receiver's network, by rank; 0.0: unknown
+        self._measured: set[int] = set()  # ranks whose rate is that of their network, not of the receiver before
         self._coder: Coder | None = None  # of the last version
         self._server = FrameServer(own_address(), self._secret, self._find, 1e6 * config.sync.max_mb_per_s)
 
@@ -235,14 +236,32 @@ class DeltaSender(Sender):
                 return here
             asked_rates = [r for rank, _ in self._asked if (r := self._rates[rank])]  # a network may be slower for all
             self._asked.add(asks)
-            peer, self._rates[request["rank"]] = self._tails.get(request["base"]), request["rate"]
+            self._rates[request["rank"]] = request["rate"]
+            peer = self._predecessor(request)
             if request["rate"] >= SLOW * min(COMPRESSION, rate, median_high(asked_rates or [rate])):
-                self._tails[request["base"]] = request["listens"]
-            return ({"peer": peer}, None) if peer else here
+                self._tails[request["base"]] = request
+            return ({"peer": peer["listens"]}, None) if peer else here
+
+    def _predecessor(self, request: Request) -> Request | None:
+        """The receiver before this one in its chain, or None.
+
+        A successor receives no faster than the receiver before it, so its own network stays unknown. While only one
+        network is measured, the second receiver gets the version from the trainer: the first one may be slow, and all
+        others would wait for it. A receiver that is known to be much faster than the one before does not follow it.
+        """
+        peer, rank = self._tails.get(request["base"]), request["rank"]
+        if request["measured"]:
+            self._measured.add(rank)
+            alone = peer and 0.0 < peer["rate"] < SLOW * min(COMPRESSION, request["rate"])
+        else:
+            self._measured.discard(rank)
+            alone = request["rate"] and len(self._measured) == 1 and len(self._asked) == 2
+        return None if alone else peer
 
     def _median_rate(self) -> float:
         """Of the receivers' networks, in bytes per second; 0.0: unknown."""
-        return median_high(list(filter(None, self._rates.values())) or [0.0])
+        rates = {rank: rate for rank, rate in self._rates.items() if rate}
+        return median_high([rates[rank] for rank in self._measured if rank in rates] or rates.values() or [0.0])
 
     def _open(self, state: int, base: int | None) -> ChangeSource:
         """The changes since `base`, or all weights."""
@@ -317,7 +336,7 @@ class DeltaReceiver(Receiver):
         """An update, checksums of the engine's shards with the update, and checksums that the trainer published."""
         stream = Stream(window=WINDOW)
         request = {"state": handle["state"], "base": self._held, "rank": self._rank, "rate": self._rate.estimate,
-                   "listens": self._relay.address}  # fmt: skip
+                   "measured": self._rate.measured, "listens": self._relay.address}  # fmt: skip
         self._incoming = request, stream
         threading.Thread(target=self._fetch, args=(request, stream), name="delta", daemon=True).start()
         try:
@@ -355,18 +374,23 @@ class DeltaReceiver(Receiver):
 
 
 class NetworkRate:
-    """Estimates a receiver's network from the rates of its last two transfers: `estimate` in bytes per second."""
+    """Estimates a receiver's network from the rates of its last two transfers: `estimate` in bytes per second.
+
+    `measured`: one of all transfers was as fast as this network allows, not as the receiver before sent it.
+    """
 
     def __init__(self) -> None:
         self.estimate = self._last = 0.0  # 0.0: unknown
+        self.measured = False
 
-    def add(self, measured: float, upstream: float) -> None:
+    def add(self, rate: float, upstream: float) -> None:
         """Add the rate of a transfer, in bytes per second.
 
         `upstream` is the rate at which the frames reached the receiver before this one; 0.0 if the trainer sent them.
         """
-        kept_up = measured >= BOTTLENECK * upstream > 0  # this network is at least as fast, maybe as fast as before
-        self.estimate, self._last = max(measured, self._last if kept_up else 0.0), measured
+        kept_up = rate >= BOTTLENECK * upstream > 0  # this network is at least as fast, maybe as fast as before
+        self.estimate, self._last = max(rate, self._last if kept_up else 0.0), rate
+        self.measured |= not kept_up
 
 
 class Delta:
