@@ -20,9 +20,9 @@ from slipstream import __version__, commands
 from slipstream.config.loading import (
     join_flags,
     parse_flags,
-    suggest,
 )
 from slipstream.config.schema import ConfigError
+from slipstream.config.suggestions import suggest
 from slipstream.errors import NO_SYSTEM, UserError
 
 DESCRIPTION = "Fine-tune a language model with reinforcement learning, generating and training at the same time."

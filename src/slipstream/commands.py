@@ -21,10 +21,10 @@ from slipstream.config.loading import (
     load_policy_config,
     load_verify_config,
     parse_flags,
-    suggest,
     with_policy,
 )
 from slipstream.config.schema import Config, ConfigError
+from slipstream.config.suggestions import suggest
 from slipstream.errors import UserError
 
 if TYPE_CHECKING:

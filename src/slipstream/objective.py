@@ -17,9 +17,9 @@ from torch import Tensor
 
 from slipstream.algorithms import advantages, aggregation, corrections, losses
 from slipstream.algorithms.tokens import Tokens
-from slipstream.config.loading import suggest
 from slipstream.config.plugins import LoadError, load_option, message_of, user_code
 from slipstream.config.schema import Config, ConfigError
+from slipstream.config.suggestions import suggest
 from slipstream.rollout import Batch, Group, Rollout
 
 Result = TypeVar("Result")

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from slipstream.config.loading import (
-    RENAMED,
     dump,
     join_flags,
     load_config,
@@ -20,6 +19,7 @@ from slipstream.config.loading import (
     with_absolute_paths,
 )
 from slipstream.config.schema import SECTIONS, ConfigError
+from slipstream.config.suggestions import RENAMED
 
 MINIMAL = '[model]\npath = "m"\n[environment]\nname = "addition"\n'
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slipstream.config.loading import suggest
 from slipstream.config.schema import ConfigError
+from slipstream.config.suggestions import suggest
 from slipstream.errors import UserError
 
 SEE = "docs/own-parts.md says what it needs"

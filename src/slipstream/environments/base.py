@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slipstream.config.loading import suggest
 from slipstream.config.schema import ConfigError
+from slipstream.config.suggestions import suggest
 from slipstream.environments.chat_tokenizer import ChatTokenizer, Prompt
 from slipstream.environments.conversation import UNLIMITED, Conversation, ConversationLimits
 from slipstream.environments.rollout_checks import copy_arrays, validate_rollouts

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config.environments import BUILT_IN, EnvironmentConfig
-from slipstream.config.loading import suggest, with_options
+from slipstream.config.loading import with_options
 from slipstream.config.plugins import construct, load_option, one_line, option_code
 from slipstream.config.schema import Config, ConfigError
+from slipstream.config.suggestions import suggest
 from slipstream.environments.base import Environment, Policy, Task
 from slipstream.environments.dataset import Dataset
 from slipstream.environments.reward_workers import RewardFunction, cores

@@ -9,8 +9,8 @@ import asyncio
 import re
 from typing import Any
 
-from slipstream.config.loading import suggest
 from slipstream.config.schema import ConfigError
+from slipstream.config.suggestions import suggest
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.reward_workers import await_reward
 from slipstream.rollout import Rollout

@@ -16,8 +16,8 @@ from dataclasses import dataclass, fields
 from decimal import Decimal
 from typing import Any, ClassVar
 
-from slipstream.config.loading import suggest
 from slipstream.config.schema import ConfigError
+from slipstream.config.suggestions import suggest
 from slipstream.environments.base import Task
 from slipstream.environments.rows import column_value
 from slipstream.rollout import Completion

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import constants
 
-from slipstream.config.loading import suggest
 from slipstream.config.schema import ConfigError
+from slipstream.config.suggestions import suggest
 from slipstream.environments.text_limits import is_encodable
 from slipstream.model.paths import hub_answers
 

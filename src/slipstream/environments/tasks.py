@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.config.loading import suggest
 from slipstream.config.schema import ConfigError
+from slipstream.config.suggestions import suggest
 from slipstream.environments.base import Task
 from slipstream.environments.image_placeholders import count_placeholders, place_images
 from slipstream.environments.images import image_part, is_text_part, normal_parts, require_pillow
