@@ -16,7 +16,7 @@ from slipstream.rollout import Completion, Group, Rollout, VersionSpan, version_
 from slipstream.runtime import serialization
 from slipstream.scheduling.curriculum import TaskStream
 from slipstream.scheduling.ledger import Ledger, LedgerError, RolloutCounts, State, Visit
-from slipstream.scheduling.loop_state import BufferFull, LoopState, capacity, is_stale
+from slipstream.scheduling.loop_state import TOO_FEW, BufferFull, LoopState, capacity, is_stale
 
 
 def rollout(oldest: int, newest: int, reward: float = 1.0) -> Rollout:
@@ -281,6 +281,13 @@ def test_groups_after_the_filter_limit_are_trained_on() -> None:
         state.end(visit, "t", rollouts, failed=0, has_signal=differs, max_filtered_in_a_row=2)
         assert len(state.ready) == ready
     assert state.ledger.counts.filtered == 3 * 2
+
+
+def test_a_rollout_that_is_lost_with_its_group_has_a_reason() -> None:
+    state = LoopState(LoopConfig(group_size=4), 1, streams(9))
+    for survivors in (0, 1, 3):
+        assert state.end(state.ledger.start(), "t", [rollout(0, 4)] * survivors, failed=4 - survivors)
+    assert state.ledger.reasons == {TOO_FEW: 1} and state.ledger.counts.failed == 4 + 4 + 1
 
 
 def test_the_buffer_is_bounded_and_sorted_by_oldest_version() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main
+from slipstream.config.loading import dump, load_config
 from tests.conftest import build_model, build_tokenizer
 
 BASE = '[model]\npath = "MODEL"\n[environment]\nname = "addition"\n'
@@ -80,7 +81,8 @@ number = 3
     "math.jsonl": '{"question": "a", "answer": "b"}\n',
     "nothing/file": "", "tasks.csv": "prompt\na\n",
     "nested.jsonl": "[" * 100_000 + "\n", "tasks.jsonl": '{"prompt": "1+1="}\n{"prompt": "2+1="}\n',
-    "study/lag.json": "{}", "run/config.toml": "[model\n", "unfinished/config.toml": BASE.replace("MODEL", "m"),
+    "study/lag.json": "{}", "run/config.toml": "[model\n", "partial/config.toml": BASE.replace("MODEL", "m"),
+    "unfinished/config.toml": dump(load_config(None, ["--model.path=m", "--environment.name=addition"])),
 }  # fmt: skip
 TRAIN = "train run.toml --run.dir out "
 EVAL = "eval MODEL --tasks 2 --environment "
@@ -97,6 +99,8 @@ CORPUS = {
     "train --resume": "argument --resume: expected one argument",
     "train --resume gone": "gone holds no run to resume",
     "train --resume nothing": "nothing holds no run to resume",
+    "train --resume partial": "partial/config.toml is incomplete: it has no [",
+    "eval partial": "partial/config.toml is incomplete: it has no [",
     "train --resume run.toml": "run.toml holds no run to resume",
     "train --resume run": "not valid TOML",
     "train --resume unfinished --run.dir other": "run.dir = 'other' does nothing with --resume: the run stays in unf",
@@ -489,3 +493,12 @@ def test_a_dead_worker_ends_with_the_command_that_resumes(folder: Path, capsys: 
     said = capsys.readouterr().err
     assert "trainer died (log: " in said and "Traceback" not in said
     assert said.endswith("Resume from the last checkpoint: slipstream train --resume died\n")
+
+
+def test_a_resume_with_an_option_that_does_not_fit_is_not_advised_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "run.toml", "--run.dir", "ranked", "--lora.rank", "2", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["train", "--resume", "ranked", "--lora.rank", "4", "--loop.steps", "4", "--quiet"]) == 1
+    assert capsys.readouterr().err.endswith("; was model.path or lora changed?\n")

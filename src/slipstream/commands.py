@@ -19,6 +19,7 @@ from slipstream.config.loading import (
     dump,
     load_config,
     load_policy_config,
+    load_run_config,
     load_verify_config,
     parse_flags,
     with_policy,
@@ -58,7 +59,7 @@ def train(options: argparse.Namespace, flags: list[str]) -> None:
 def _saved_config(run: Path, flags: list[str]) -> Config | None:
     """The configuration of the run to resume, or None if it can't be read: `resume` reports the reason."""
     try:
-        return load_config(run / "config.toml", flags)
+        return load_run_config(run / "config.toml", flags)
     except (ConfigError, OSError):
         return None
 

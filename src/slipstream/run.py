@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slipstream.config.loading import load_config
+from slipstream.config.loading import load_run_config
 from slipstream.config.schema import Config
 from slipstream.controller.checkpoints import save_if_due, save_if_requested
 from slipstream.controller.control import serve_commands
@@ -69,7 +69,7 @@ def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dic
     `flags` override its configuration, and are saved in it once the run has started.
     """
     with report_file_errors(path), contextlib.closing(RunDirectory.open(path)) as directory:
-        config = load_config(directory.config, flags)
+        config = load_run_config(directory.config, flags)
         with open_runtime(config.runtime):
             return run_bounded(run_in(directory, resolve_config(config), quiet))
 
@@ -87,7 +87,7 @@ async def run_in(directory: RunDirectory, config: Config, quiet: bool) -> dict[s
             return await training_loop(run)
     except BaseException as raised:
         error: Any = first_error(raised)
-        if directory.config.exists():  # the run had started
+        if directory.config.exists() and not directory.changed_options(config):  # the run had started
             error.resumable = directory.path
         if error is raised:
             raise

@@ -100,7 +100,9 @@ def test_a_trained_adapter_sets_the_options_of_adapters_or_is_refused(path: Path
 
 def test_a_run_of_one_policy_is_no_opponent_of_several(path: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.toml").write_text('model.path = "m"\nenvironment.name = "addition"\n')
+    (tmp_path / "run/config.toml").write_text(
+        dump(load_config(None, ["--model.path=m", "--environment.name=addition"]))
+    )
     with pytest.raises(ConfigError, match=r"/run has trained one policy without a name; give a run of policies a, b$"):
         with_policy(load_config(path), str(tmp_path / "run"))
 

@@ -95,7 +95,7 @@ def test_lost_steps_are_outside_of_the_window(tmp_path: Path) -> None:
         (0.2, 0.2, {"trainer_busy": 0.1, "publish": 0.9}, "publishes kept the trainer from its next step for 70%"),
         (0.5, 0.02, {"max_lag": 1}, "add an engine (generator.replicas) or raise loop.max_lag"),
         (0.02, 0.5, {"max_lag": 1}, "training is the slower side"),
-        (0.4, 0.5, {"max_lag": 4}, "each waits for the other in turn; raise loop.max_lag"),
+        (0.4, 0.5, {"max_lag": 4}, "both wait, for each other in turn or for tools and rewards; raise loop.max_lag"),
         (0.4, 0.5, {"max_lag": 0}, "with loop.max_lag = 0 they take turns"),
         (0.4, 0.5, {"colocated": True}, "they share GPUs"),
         (0.4, 0.5, {"scoring": 0.45}, "both wait for scores"),

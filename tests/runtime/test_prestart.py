@@ -13,7 +13,7 @@ from shutil import which
 import pytest
 
 from slipstream import commands
-from slipstream.config.loading import load_config
+from slipstream.config.loading import dump, load_config
 from slipstream.controller.prestart import prestarted
 from slipstream.errors import UserError
 from slipstream.runtime import process as processes
@@ -107,14 +107,14 @@ def test_what_a_run_does_not_use_ends_with_it(runtime: str, tiny: Path) -> None:
     assert not any(map(alive, waiting))
 
 
-@pytest.mark.parametrize(("saved", "count"), [("[loop]\nsteps = 2\n", 2), ("[loop]\nsteps = none\n", 0), (None, 0)])
+@pytest.mark.parametrize(("saved", "count"), [("2", 2), ("none", 0), (None, 0)])
 def test_processes_of_a_resumed_run_start_before_it(
     saved: str | None, count: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None if its configuration can't be read: `resume` says why."""
     if saved is not None:
-        section = f'[model]\npath = "{tiny}"\n[environment]\nname = "addition"\n'
-        (tmp_path / "config.toml").write_text(section + saved)
+        written = dump(load_config(None, [f"--model.path={tiny}", "--environment.name=addition", "--loop.steps=2"]))
+        (tmp_path / "config.toml").write_text(written.replace("\nsteps = 2\n", f"\nsteps = {saved}\n"))
     waiting = list[int]()
 
     def resume(*_: object) -> None:

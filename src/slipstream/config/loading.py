@@ -39,7 +39,21 @@ ENTRY = re.compile(rf"({'|'.join(LISTS)})\.(\d{{1,9}})\.")  # before the name of
 
 def load_config(path: str | Path | None = None, flags: Sequence[str] = ()) -> Config:
     """The configuration in a TOML file, with dotted flags over it. Raises `ConfigError`."""
-    values = {} if path is None else _read(path)
+    return _with_flags({} if path is None else _read(path), flags)
+
+
+def load_run_config(file: Path, flags: Sequence[str] = ()) -> Config:
+    """The configuration in a run's `config.toml`, which has all sections. Raises `ConfigError`, also if cut off."""
+    values = _read(file)
+    if missing := [name for name in SECTIONS if name not in values]:
+        raise ConfigError(
+            f"{file} is incomplete: it has no [{missing[0]}], and a run writes all sections; restore the file, since "
+            "options that are missing would get their defaults"
+        )
+    return _with_flags(values, flags)
+
+
+def _with_flags(values: dict[str, Any], flags: Sequence[str]) -> Config:
     for name, value in parse_flags(flags):
         _set_option(values, name, value)
     return validate(values)
@@ -79,7 +93,7 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
             found = "is no run's directory" if Path(target).exists() else "does not exist here"
             raise ConfigError(f"{target} {found}; of a model, name an environment, too: --environment NAME")
         return load_config(None, [f"--model.path={target}", f"--environment.name={environment}", *flags])
-    trained = load_config(run)
+    trained = load_run_config(run)
     changes = ["--generator.servers=[]", *["--sync.link=auto"] * bool(trained.lora.rank)]
     if trained.policies:
         saved = [policy_of(target, policy.name) for policy in trained.policies]
@@ -91,7 +105,7 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
         defaults = {name: option.default for name, option in LoraConfig.model_fields.items()}
         changes += [f"--lora.{name}={v if isinstance(v, str) else to_toml(v)}" for name, v in defaults.items()]
     changes += _select_environment(target, trained, environment) if environment else []
-    return load_config(run, [*changes, *flags])
+    return load_run_config(run, [*changes, *flags])
 
 
 def _select_environment(target: str, config: Config, environment: str) -> list[str]:
@@ -129,7 +143,7 @@ def _with_policies(config: Config, target: str, names: Sequence[str]) -> Config:
             f"{target} is no run; give the directory of a run of these policies (before training they are those of a "
             "CONFIG.toml)"
         )
-    other = load_config(run)
+    other = load_run_config(run)
     if not other.policies:
         raise ConfigError(f"{target} has trained one policy without a name; give a run of policies {', '.join(names)}")
     policies = [policy.model_dump(exclude_unset=True) for policy in config.policies]
@@ -150,7 +164,7 @@ def load_verify_config(target: str, flags: list[str]) -> Config:
     recomputed at the swap, unless engines restart or vLLM serves adapters. Raises `ConfigError`.
     """
     run, given = Path(target) / "config.toml", dict(parse_flags(flags))
-    trained = load_config(run) if run.exists() else None
+    trained = load_run_config(run) if run.exists() else None
     restarts = given.get("sync.restart", trained and trained.sync.restart)
     adapts = given.get("lora.rank", trained and trained.lora.rank)
     vllm = given.get("generator.engine", trained and trained.generator.engine) == "vllm"
@@ -159,7 +173,7 @@ def load_verify_config(target: str, flags: list[str]) -> Config:
         return load_policy_config(target, None, [*changes, *flags], default="addition")
     if trained.policies or not trained.lora.rank:
         changes += [f"--model.path={policy_of(target)}"]
-    return load_config(run, [*changes, *flags])
+    return load_run_config(run, [*changes, *flags])
 
 
 def policy_of(target: str, name: str = "") -> Path:

@@ -171,7 +171,8 @@ def memory_metrics() -> dict[str, float]:
 def trainer_metrics(stats: StepStats) -> dict[str, Any]:
     """The trainer's statistics of a step, and those of each of several policies."""
     own = {f"policies/{policy}/{n}": value for policy, of in stats.policies.items() for n, value in _named(of).items()}
-    return _named(stats) | own | {"train/tokens_per_s": stats.tokens / max(stats.seconds, 1e-9)}
+    passed = stats.packed_tokens and stats.seconds  # 0 tokens: no gradient was needed
+    return _named(stats) | own | {"train/tokens_per_s": stats.tokens / stats.seconds if passed else None}
 
 
 def _named(stats: StepStats) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Timeline:
         if 1 - trainers["busy"] - trainer > max(trainers["busy"], trainer, idle):
             return f"{busy}; {self._rest()}"
         if min(trainer, idle) >= NOTABLE:
-            return "each waits for the other in turn; raise loop.max_lag"
+            return "both wait, for each other in turn or for tools and rewards; raise loop.max_lag, or speed those up"
         if trainer >= NOTABLE:
             return "generation is the slower side; add an engine (generator.replicas) or raise loop.max_lag"
         if idle >= NOTABLE and trainers["busy"] >= WELL_USED:

@@ -20,6 +20,7 @@ from slipstream.rollout import Group, Rollout
 from slipstream.scheduling.curriculum import TaskStream, success_of
 from slipstream.scheduling.ledger import Ledger, State, Visit
 
+TOO_FEW = "too few others of its group succeeded"  # the reason for which a rollout that succeeded is lost
 MIN_GROUP_SIZE = 2
 Fate = Literal["ready", "filtered", "failed", "retired"]  # of a group; "retired": so is its task, after its last try
 
@@ -92,6 +93,8 @@ class LoopState:
         """
         group = Group(visit.id, task_id, tuple(rollouts), self.ledger.streams[visit.environment].label)
         if max(map(len, group.roles.values()), default=0) < MIN_GROUP_SIZE:
+            if rollouts:
+                self.ledger.reasons[TOO_FEW] += len(rollouts)
             retired = self.ledger.failed(visit.id, rollouts=len(rollouts) + failed)
             return "retired" if retired else "failed"
         self.ledger.ready(visit.id, rollouts=len(rollouts), failed=failed, success=success_of(rollouts))
