@@ -25,6 +25,7 @@ from slipstream.runtime.runtime import current_runtime, open_runtime
 from tests import warm
 
 pytest.importorskip("ray")
+from slipstream.runtime.ray import connection
 from slipstream.runtime.ray.runtime import Group, Slot, plan_groups
 
 FLAGS = ["--environment.name=addition", "--loop.groups_per_step=2", "--loop.group_size=4", "--sampling.max_tokens=4",
@@ -144,6 +145,15 @@ class Even(Addition):
 """
 
 MEASURED = re.compile("(_s|_ms|_gb|tflops)$|^engines/busy_s/")  # metrics of time and memory
+
+
+def test_a_ray_that_does_not_start_in_time_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(ConfigError, match=r"^Ray can't start on this machine \(The current node timed out during"):
+        connection.connect("", "runtime.address")
 
 
 @pytest.mark.e2e

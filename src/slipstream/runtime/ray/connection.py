@@ -44,7 +44,7 @@ def connect(address: str, option: str) -> None:
                 ray.init("local", include_dashboard=False, _node_ip_address=LOOPBACK, **quiet)
             # Otherwise Ray prints the last hundred lines of a lost node's log, whatever `log_to_driver` is.
             ray._private.worker._worker_logs_enabled = False
-        except (OSError, ValueError, RuntimeError, ray.exceptions.AuthenticationError) as error:
+        except Exception as error:  # Ray raises this class itself if a node takes too long to start
             printed.seek(0)
             raise ConfigError(_describe(address, option, error, printed.read().decode(errors="replace"))) from None
 
