@@ -92,7 +92,7 @@ def test_an_engine_does_not_wait_for_one_whose_network_is_ten_times_slower(tmp_p
             return started[-1]
 
         limit_rate(found[1][0], "50mbit")
-        limit_rate(found[2][0], "5mbit")
+        limit_rate(found[2][0], "4mbit")
         trainer, fast, slow = start(0, "trainer", str(tmp_path)), start(1, "engine"), start(2, "engine")
         info = trainer.call("open", 2)
         for rank, engine in enumerate((fast, slow), 1):
