@@ -290,7 +290,7 @@ def sent(namespace: str) -> int:
 
 def measure(options: argparse.Namespace, link: str, names: tuple[str, str], scratch: str) -> dict[str, Any]:
     common = (options.model, "--link", link)
-    given = [f"--{name.replace('_', '-')}={value}" for name in CHANGES if (value := getattr(options, name)) is not None]
+    given = [f"--{name}={value}" for name in CHANGES if (value := getattr(options, name)) is not None]
     trainer = Remote(names[0], HOSTS[0], *common, "--trainer", scratch, "--engines", str(options.engines), *given)
     engines = [Remote(names[1], HOSTS[1], *common, "--engine", f"{scratch}/copies{i}") for i in range(options.engines)]
     try:

@@ -17,10 +17,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from slipstream import __version__, commands
-from slipstream.config.loading import (
-    join_flags,
-    parse_flags,
-)
+from slipstream.config.loading import join_flags, parse_flags
 from slipstream.config.schema import ConfigError
 from slipstream.config.suggestions import suggest
 from slipstream.errors import NO_SYSTEM, UserError

@@ -450,7 +450,7 @@ def test_frames_are_small_on_a_slow_network(trainer: Trainer) -> None:
     """An entry may span several."""
     engine, sizes = Engine(trainer.info), []
     engine.swap(trainer.publish())
-    trainer.sender._rates = {1: 1.0}
+    trainer.sender._latest = {1: {"rate": 1.0, "measured": True}}
     for share in (1.0, 0.02):
         engine.swap(handle := trainer.publish(share))
         sizes += map(len, trainer.sender._steps[handle["state"]].frames())

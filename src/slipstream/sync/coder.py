@@ -138,7 +138,8 @@ class Coder:
     def _entries(self, changed: _BlockChanges) -> list[bytes]:
         number, block, words, changes, coding = changed
         with torch.cuda.stream(self._own):  # None changes nothing
-            if changes is None or coding is None:
+            if changes is None:
                 whole = arrays.on_host(words)
                 return [entry for segment in block.segments for entry in encode_rows(segment, whole)]
+            assert coding
             return [encode(number, block.length, changes, words.element_size(), coding)]

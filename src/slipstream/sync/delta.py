@@ -94,8 +94,7 @@ class DeltaSender(Sender):
         self._sources: dict[tuple[int, int | None], ChangeSource] = {}  # by the states that they lead to and start from
         self._tails: dict[int | None, Request] = {}  # the receiver to ask next, by the state that it has
         self._asked: set[tuple[int, int | None]] = set()  # rank and state of the receivers that have asked
-        self._rates: dict[int, float] = {}  # bytes per second of each receiver's network, by rank; 0.0: unknown
-        self._measured: set[int] = set()  # ranks whose rate is that of their network, not of the receiver before
+        self._latest: dict[int, Request] = {}  # of each receiver, by rank: the last request
         self._coder: Coder | None = None  # of the last version
         self._server = FrameServer(own_address(), self._secret, self._find, 1e6 * config.sync.max_mb_per_s)
 
@@ -234,9 +233,10 @@ class DeltaSender(Sender):
             here = {"rate": rate}, self._sources[state, base]
             if request["direct"] or asks in self._asked or state != self._state:  # a peer may wait for this receiver
                 return here
-            asked_rates = [r for rank, _ in self._asked if (r := self._rates[rank])]  # a network may be slower for all
+            # A network may be slower for all.
+            asked_rates = [r for rank, _ in self._asked if (r := self._latest[rank]["rate"])]
             self._asked.add(asks)
-            self._rates[request["rank"]] = request["rate"]
+            self._latest[request["rank"]] = request
             peer = self._predecessor(request)
             if request["rate"] >= SLOW * min(COMPRESSION, rate, median_high(asked_rates or [rate])):
                 self._tails[request["base"]] = request
@@ -249,19 +249,20 @@ class DeltaSender(Sender):
         network is measured, the second receiver gets the version from the trainer: the first one may be slow, and all
         others would wait for it. A receiver that is known to be much faster than the one before does not follow it.
         """
-        peer, rank = self._tails.get(request["base"]), request["rank"]
+        peer = self._tails.get(request["base"])
         if request["measured"]:
-            self._measured.add(rank)
             alone = peer and 0.0 < peer["rate"] < SLOW * min(COMPRESSION, request["rate"])
         else:
-            self._measured.discard(rank)
-            alone = request["rate"] and len(self._measured) == 1 and len(self._asked) == 2
+            measured = sum(known["measured"] for known in self._latest.values())
+            alone = request["rate"] and measured == 1 and len(self._asked) == 2
         return None if alone else peer
 
     def _median_rate(self) -> float:
         """Of the receivers' networks, in bytes per second; 0.0: unknown."""
-        rates = {rank: rate for rank, rate in self._rates.items() if rate}
-        return median_high([rates[rank] for rank in self._measured if rank in rates] or rates.values() or [0.0])
+        known = [request for request in self._latest.values() if request["rate"]]
+        measured = [request for request in known if request["measured"]]
+        rates: list[float] = [request["rate"] for request in measured or known]
+        return median_high(rates or [0.0])
 
     def _open(self, state: int, base: int | None) -> ChangeSource:
         """The changes since `base`, or all weights."""
