@@ -130,8 +130,10 @@ def predict(problem: Problem, split: Split, record: dict[str, Any]) -> Figures:
     Colocated engines sleep during the first two steps. Later they sample in steps if no state has to come back then.
     """
     first = record["each"][0]  # older records have another name
+    recomputes = "--sync.in_flight=recompute" in record["flags"]
     scenario = replace(
         evaluate(problem, split).scenario(len(record["each"])), slots=problem.slots, kv_tokens=1e9,
+        in_flight="recompute" if recomputes else "continue",
         first_step_s=first.get("time/step_s") or first["step_seconds"], continues=True,
     )  # fmt: skip
     if split.placement == "colocated":

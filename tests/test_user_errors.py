@@ -229,7 +229,7 @@ CORPUS = {
     TRAIN + "--generator.engine=vllm --generator.tensor_parallel_size=2": "_size = 2, but there are 0 GPUs here",
     TRAIN + "--sync.link=nccl_direct": "is vLLM's own; set generator.engine",
     TRAIN + "--sync.link=single_copy": "needs a GPU, and there is none for it here",
-    TRAIN + "--sync.placement=colocated": 'set it to "recompute", "retry" or "drain"',
+    TRAIN + "--sync.placement=colocated --sync.link=nccl": 'whose ends run at once; use "shared"',
     TRAIN + "--sync.every=3": "checkpoint.every = 50 is no multiple of sync.every = 3",
     TRAIN + "--generator.servers='[\"x\"]' --generator.engine=vllm": "each is a URL such as http://host:8000",
     TRAIN + "--generator.servers='[\"http://[::1\"]' --generator.engine=vllm": "each is a URL such as http://host:8000",

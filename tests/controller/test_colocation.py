@@ -129,6 +129,7 @@ def test_a_synchronous_colocated_run_trains_bitwise_identical_weights(
 @pytest.mark.parametrize(
     ("how", "more"),
     [
+        ("continue", []),
         ("recompute", ["--generator.replicas=2"]),
         ("retry", []),
         ("drain", ["--sync.every=2", "--loop.max_lag=1"]),
@@ -147,7 +148,7 @@ def test_colocation_with_sequences_in_flight(
     assert len(drawn) == 4 * 12
     for row in drawn:
         assert_exact(row, tiny, tmp_path / "run" / "weights")
-    assert any(len(row["spans"]) > 1 for row in drawn) == (how == "recompute")
+    assert any(len(row["spans"]) > 1 for row in drawn) == (how in ("continue", "recompute"))
 
 
 @pytest.mark.e2e
@@ -318,10 +319,9 @@ def test_engines_stay_awake_once_steps_fit_beside_them(in_place: bool) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], 'sync.in_flight = "continue": keys and values are lost in sleep; set it to "recompute", "retry" or'),
-        (["--sync.in_flight=retry", "--sync.link=nccl"], 'sync.link = "nccl", whose ends run at once; use "shared"'),
+        (["--sync.link=nccl"], 'sync.link = "nccl", whose ends run at once; use "shared"'),
         (
-            ["--sync.in_flight=drain", "--generator.engine=vllm", "--generator.servers=['http://a:1']"],
+            ["--generator.engine=vllm", "--generator.servers=['http://a:1']"],
             "generator.servers, which can't be put to sleep; leave them out",
         ),
     ],

@@ -95,7 +95,7 @@ def finished(directory: Path, *flags: str) -> str:
     "flags",
     [
         ["--generator.engine=vllm", "--sync.link=lora", "--lora.targets=['q_proj']"],
-        ["--generator.engine=vllm", "--sync.link=lora", "--sync.placement=colocated", "--sync.in_flight=retry"],
+        ["--generator.engine=vllm", "--sync.link=lora", "--sync.placement=colocated"],
         ["--lora.quantization=4bit", "--lora.alpha=16"],
         ["--lora.experts=true"],
         ["--sync.link=checkpoint", "--sync.keep_versions=2"],

@@ -204,6 +204,19 @@ def test_engines_sample_during_a_turn_where_both_fit() -> None:
     assert beside.scenario(2).overlaps and beside.publish.hold < 0.1 < turns.publish.hold
 
 
+def test_only_engines_that_slept_recompute_keys_and_values() -> None:
+    """A run without an option keeps them while the engines stay awake."""
+    seconds = {
+        (overlaps, how): simulated_figures(
+            scenario(work(Lengths(256)), max_lag=2, placement="colocated", overlaps=overlaps, in_flight=how), 2
+        ).step_s
+        for overlaps in (False, True)
+        for how in ("continue", "recompute")
+    }
+    assert seconds[False, "continue"] == seconds[False, "recompute"]
+    assert seconds[True, "continue"] < seconds[True, "recompute"]
+
+
 def test_a_thousand_splits_are_ranked_in_seconds() -> None:
     began = time.process_time()
     plans = rank(problem("8B", gpus=64), (0, 1, 2, 4, 8))

@@ -280,8 +280,6 @@ CHECKS: tuple[Check, ...] = (
     *_conflicts(
         lambda c: c.sync.placement == "colocated", "{sync.placement}",
         (lambda c: c.sync.restart, "sync.restart", "leave it out"),
-        (lambda c: c.sync.in_flight == "continue", "{sync.in_flight}: keys and values are lost in sleep",
-         'set it to "recompute", "retry" or "drain"'),
         (lambda c: c.sync.link in ("single_copy", "nccl", "nccl_direct", "delta"),
          "{sync.link}, whose ends run at once",
          'use "shared"'),

@@ -49,6 +49,12 @@ class Scenario:
     faults: Faults = Faults()
     seed: int = 0
 
+    @property
+    def at_swap(self) -> str:
+        """What a swap does to sequences in flight: `in_flight`, but engines that slept have lost keys and values."""
+        slept = self.placement == "colocated" and not self.overlaps
+        return "recompute" if slept and self.in_flight == "continue" else self.in_flight
+
 
 @dataclass
 class StepRecord:

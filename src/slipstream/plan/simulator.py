@@ -306,7 +306,7 @@ class Simulation:
             return
         self._share_gpus()
         for engine in self.engines:
-            for request in engine.swap(self.now, version, self.scenario.publish.pause, self.scenario.in_flight):
+            for request in engine.swap(self.now, version, self.scenario.publish.pause, self.scenario.at_swap):
                 self._end_turn(request)
             self._schedule(engine)
         self.state.publish(step)

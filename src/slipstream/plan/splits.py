@@ -104,13 +104,6 @@ class Plan(Figures):
         return bool(self.missing), not self.is_simulated, -self.tokens_per_s
 
     @property
-    def in_flight(self) -> str:
-        """The value of `sync.in_flight`: sleep loses keys and values, and vLLM can't recompute those of adapters."""
-        if self.split.placement != "colocated":
-            return "continue"
-        return "retry" if self.problem.work.lora_rank else "recompute"
-
-    @property
     def overlaps(self) -> bool:
         """Whether engines on the trainer's GPUs sample during its steps, as `trainers.offload` finds in a run."""
         if self.split.placement == "colocated" and not self.missing:
@@ -131,8 +124,7 @@ class Plan(Figures):
         return Scenario(
             replace(self.problem.work, steps=steps), self.engine, self.trainer, self.publish, self.split.engines,
             self.slots, self.kv_tokens, self.split.max_lag, self.split.placement,
-            in_flight=self.in_flight, overlaps=self.overlaps,
-            shared_slowdown=SHARED_SLOWDOWN, step_overhead_s=self.problem.rates.step_overhead_s,
+            overlaps=self.overlaps, shared_slowdown=SHARED_SLOWDOWN, step_overhead_s=self.problem.rates.step_overhead_s,
             seed=self.problem.seed, continues=steps < self.problem.work.steps,
         )  # fmt: skip
 
@@ -314,18 +306,17 @@ def estimate(plan: Plan) -> None:
     alone = plan.engine.step(8, 8 * work.context)  # of the last sequences of a wave
     tail = max(0.0, work.completion.largest_of(work.rollouts) - work.completion.typical) * alone
     publish, slowest = plan.publish.hold + overhead, slowest_group_s(plan, sequences)
-    # In simulations about half of the sequences have tokens at a swap: the others have just ended or not begun.
-    recomputed = sequences / 2 * plan.engine.prefill(work.context) if plan.in_flight == "recompute" else 0.0
     if split.max_lag == 0:
         scoring = max(work.scoring_s, work.scoring.largest_of(work.rollouts))
         generate += tail + work.tool.largest_of(work.rollouts, work.turns - 1) + scoring
         step = generate + train + publish + plan.publish.pause
     elif plan.overlaps:
-        generate += recomputed
         step = max((generate + train) * SHARED_SLOWDOWN / 2, generate, train, slowest) + publish
         generate = min(generate * SHARED_SLOWDOWN, step)
         train *= SHARED_SLOWDOWN
     elif split.placement == "colocated":
+        # In simulations about half of the sequences have tokens at a swap: the others have just ended or not begun.
+        recomputed = sequences / 2 * plan.engine.prefill(work.context)
         step = max(generate, slowest) + train + publish + recomputed
     else:
         step = max(generate, train + publish, slowest)

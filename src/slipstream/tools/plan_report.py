@@ -171,7 +171,7 @@ def options(plan: Plan) -> dict[str, dict[str, Any]]:
         "every": work.every,
     }
     if split.placement == "colocated":
-        sync |= {"placement": "colocated", "in_flight": plan.in_flight}
+        sync["placement"] = "colocated"
     loop = {
         "steps": work.steps,
         "groups_per_step": work.groups,

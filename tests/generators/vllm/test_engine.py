@@ -678,7 +678,13 @@ def test_any_seed_is_mapped_to_a_valid_seed_of_vllm() -> None:
 
 @pytest.mark.parametrize(
     ("how", "fits", "own_process"),
-    [("recompute", False, False), ("retry", False, False), ("recompute", True, True), ("retry", True, False)],
+    [
+        ("recompute", False, False),
+        ("continue", False, False),
+        ("retry", False, False),
+        ("recompute", True, True),
+        ("retry", True, False),
+    ],
 )
 def test_completions_are_exact_across_sleep(
     how: str, fits: bool, own_process: bool, patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -718,7 +724,7 @@ def test_completions_are_exact_across_sleep(
             completions = [*await asyncio.gather(*running[:8]), *itertools.chain(*await asyncio.gather(*running[8:]))]
             drawn = 0 if fits else drawn
             assert any(c.versions[1] == 1 and len(c.token_ids) > drawn for c in completions)
-            assert any(c.versions == (0, 1) for c in completions) == (how == "recompute")
+            assert any(c.versions == (0, 1) for c in completions) == (how != "retry")
             for c in completions:
                 for span in c.spans:
                     assert_drawn_by(tmp_path / str(span.version), c, span.start, span.end)

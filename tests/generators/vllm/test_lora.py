@@ -65,6 +65,11 @@ class Served:
         self.engine.swap(self.version, self.weights.apply, how)
         self.sender.release(handle)
 
+    def restore(self, values: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in trained_parameters(self.policy).items():
+                parameter.copy_(values[name])
+
     def finish(self) -> dict[Any, Completion]:
         found = {}
         while self.engine.busy:
@@ -116,9 +121,26 @@ def test_the_engine_decodes_while_an_adapter_is_loaded(served: Served, monkeypat
     found = served.finish()
     assert served.drew(found["new"]) and not served.drew(found["old"])
     assert (found["old"].versions, found["new"].versions) == ((served.version - 1,) * 2, (served.version,) * 2)
-    with torch.no_grad():
-        for name, parameter in trained_parameters(served.policy).items():
-            parameter.copy_(old[name])
+    served.restore(old)
+    assert served.drew(found["old"])
+
+
+def test_sequences_that_sleep_across_a_swap_finish_on_their_adapter(served: Served) -> None:
+    """As colocated ones do: their keys and values are lost, and recomputed after the wake-up."""
+    served.publish()
+    served.engine.submit("old", [5, 6, 7], Sampling(max_tokens=LONG))
+    for _ in range(20):
+        served.engine.step()
+    served.engine.sleep(2)
+    served.engine.wake(["weights"])
+    old = {name: p.clone() for name, p in trained_parameters(served.policy).items()}
+    served.publish()
+    served.engine.wake(["kv_cache"])
+    served.engine.submit("new", [5, 6, 7], Sampling(max_tokens=LONG))
+    found = served.finish()
+    assert served.drew(found["new"]) and not served.drew(found["old"])
+    assert (found["old"].versions, found["new"].versions) == ((served.version - 1,) * 2, (served.version,) * 2)
+    served.restore(old)
     assert served.drew(found["old"])
 
 
@@ -140,9 +162,7 @@ def test_an_unreadable_adapter_is_reported_and_the_old_one_is_still_served(
             served.prepare(handle)
     served.engine.submit("after", [5, 6, 8], Sampling(max_tokens=LONG))
     found = served.finish()
-    with torch.no_grad():
-        for name, parameter in trained_parameters(served.policy).items():
-            parameter.copy_(old[name])
+    served.restore(old)
     assert served.drew(found["before"]) and served.drew(found["after"])
     served.publish()
     served.engine.submit("next", [5, 6, 7], Sampling(max_tokens=LONG))
