@@ -103,6 +103,11 @@ class Echo(Worker):
     async def sleep(self) -> None:
         time.sleep(600)
 
+    async def block(self, mark: str) -> None:
+        """Block the event loop, after `mark` exists."""
+        Path(mark).touch()
+        time.sleep(600)
+
     async def excused(self) -> None:
         time.sleep(600)
 
@@ -398,8 +403,9 @@ def test_a_death_is_reported_although_no_thread_can_start(tmp_path: Path, monkey
     asyncio.run(main())
 
 
-def test_no_process_outlives_its_controller(tmp_path: Path) -> None:
-    """Worker processes end when their controller is killed."""
+@pytest.mark.parametrize("blocked", [False, True])
+def test_no_process_outlives_its_controller(blocked: bool, tmp_path: Path) -> None:
+    """Worker processes end when their controller is killed, also one whose event loop is blocked."""
     code = (
         "import asyncio, os, signal\n"
         "from pathlib import Path\n"
@@ -409,6 +415,10 @@ def test_no_process_outlives_its_controller(tmp_path: Path) -> None:
         f"    process = WorkerProcess('echo', Path({str(tmp_path / 'echo.log')!r}))\n"
         "    echo = await process.start(Echo, REFERENCE, '')\n"
         "    print(await echo.pid(), flush=True)\n"
+        f"    mark = Path({str(tmp_path / 'blocked')!r})\n"
+        f"    call = asyncio.ensure_future(echo.block(str(mark))) if {blocked} else None\n"
+        "    while call and not mark.exists():\n"
+        "        await asyncio.sleep(0.01)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(main())\n"
     )

@@ -68,6 +68,8 @@ class Follower:
     It is also the worker of a tracker, whose event loop blocks as the tracker does.
     """
 
+    orphan_grace_s = 30.0  # a tracker may need that long to send the last records
+
     def __init__(self, path: Path, name: str, project: str) -> None:
         self._run, self._name, self._project = Run(path), name, project
         self.progress = 0  # looks at the files

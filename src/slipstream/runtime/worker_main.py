@@ -26,7 +26,7 @@ from slipstream.config.plugins import build, load_object
 from slipstream.errors import UserError
 from slipstream.runtime.memory import freeze_heap, unshared_bytes
 from slipstream.runtime.priority import lower_priority_as_asked
-from slipstream.runtime.worker import succeeded
+from slipstream.runtime.worker import Worker, succeeded
 
 # Environment variables: what this process imports before its worker is built (the argument of `preload`), and whether
 # it gets the rest of its environment, and its log, after that.
@@ -35,7 +35,6 @@ LOG = "SLIPSTREAM_LOG"  # environment variable: the log of a prestarted worker, 
 VISIBLE, CUDA_NOT_INITIALIZED = "CUDA_VISIBLE_DEVICES", 3  # the latter is an error code of the driver
 HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `unshared_bytes`
 START = 0  # number of the first call, which builds the worker
-ORPHAN_GRACE_S = 30.0  # for a worker to end by itself after its controller is gone
 Call = tuple[int, str | None, Any]  # number, method (None cancels the call), serialized arguments
 
 
@@ -88,7 +87,7 @@ class WorkerServer:
                 self._loop.call_soon_threadsafe(self._begin_all, calls)
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._ending.set)
-        if not self._closed.wait(ORPHAN_GRACE_S):
+        if not self._closed.wait(getattr(self._worker, "orphan_grace_s", Worker.orphan_grace_s)):
             end_process_group()
 
     def _complete(self, call: Call) -> Call:
