@@ -15,16 +15,16 @@ class StepStats:
     """Statistics of one optimizer step over all ranks, with their names in `metrics.jsonl`.
 
     `algorithms.statistics` defines the loss and the policy's statistics. `tokens` are all completion tokens of the
-    batch, `packed_tokens` those in the forward pass, `seconds` the duration of the whole step. `skipped_steps` counts
-    the run's steps without an update because loss or gradient was not finite. Of one rank, `tflops` is the model's
-    arithmetic in 10^12 operations/s, and `matmul_utilisation` its share of the device's matrix-product rate.
-    `max_memory_gb` is the peak memory of the rank that needs most.
+    batch. `packed_tokens` are all tokens in the forward pass, a group's prompt once. `seconds` is the duration of the
+    whole step. `skipped_steps` counts the run's steps without an update because loss or gradient was not finite. Of one
+    rank, `tflops` is the model's arithmetic in 10^12 operations/s, and `matmul_utilisation` its share of the device's
+    matrix-product rate. `max_memory_gb` is the peak memory of the rank that needs most.
 
     None without experts: `expert_max_load` is the busiest expert's share of choices (one per token and chosen expert),
     `expert_load_entropy` the entropy of the load over that of an even load, `expert_idle_fraction` the share of experts
     without a token, each a mean over layers. `expert_changed_fraction` is the share, over all layers, of replayed
-    choices that the current router would not make, 0 without replay. `policies` are the statistics of each of several
-    policies that has taken a step.
+    choices that the current router would not make, 0 without replay. `policies` has, by name, the statistics of
+    each of several policies that took the step.
     """
 
     step: int
@@ -56,7 +56,7 @@ class StepStats:
 def merge(policies: Mapping[str, StepStats], **counters: int) -> StepStats:
     """The statistics of a step of several policies: sums, maxima, and means over their tokens.
 
-    `counters` are `step` and `skipped_steps` of the run. Both include policies that have no rollouts in this step.
+    `counters` are `step` and `skipped_steps` of the run, which include policies that have no rollouts in this step.
     """
     each, merged = list(policies.values()), dict[str, Any](counters)
     tokens = sum(stats.tokens for stats in each)

@@ -86,6 +86,24 @@ def test_retry_samples_again_under_the_new_version() -> None:
     assert ended.spans == [VersionSpan(1, 0, 50)]
 
 
+@pytest.mark.parametrize("admitted", [False, True])
+def test_retry_samples_all_tokens_of_a_preempted_request_again(admitted: bool) -> None:
+    found = engine(kv_tokens=100)
+    for _ in range(2):
+        found.add(request(20, 60))
+    found.advance(0.0)
+    while not found.preemptions:
+        at = found.next_event()
+        assert at is not None
+        found.advance(at)
+    assert found.waiting[0].spans
+    found.kv_tokens = 1e6
+    if admitted:
+        found.advance(found.at)
+    found.swap(found.at, 1, 0.0, "retry")
+    assert [ended.spans for ended in play(found)] == [[VersionSpan(1, 0, 60)]] * 2
+
+
 def test_recompute_computes_each_sequence_by_itself() -> None:
     """Not all of them as one long sequence, in which each token would attend to those of the others."""
     found = engine(slots=8)

@@ -68,8 +68,8 @@ def test_time_excludes_evaluations_for_which_a_synchronous_run_waits(tmp_path: P
 
 def test_the_time_to_target_is_interpolated_between_two_evaluations(tmp_path: Path) -> None:
     found = course(tmp_path, 0)
-    assert found.reaches(0.6) == pytest.approx((600, 12))
-    assert found.reaches(0.1) == (0, 0) and found.reaches(0.81) is None
+    assert found.reached_at(0.6) == pytest.approx((600, 12))
+    assert found.reached_at(0.1) == (0, 0) and found.reached_at(0.81) is None
 
 
 def test_means_exclude_missing_values(tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def study_at(path: Path, target: float) -> Study:
 def test_the_speed_up_uses_seeds_that_reach_the_target_at_both_lags(tmp_path: Path) -> None:
     """A lag at which only the fastest seed reaches the target would otherwise appear fast."""
     whole = study_at(tmp_path, 0.605)
-    assert [len(whole.reached(whole.of(*cell))) for cell in whole.cells()] == [2, 1]
+    assert [len(whole.reached(whole.results_of(*cell))) for cell in whole.cells()] == [2, 1]
     row = next(line for line in markdown(whole).splitlines() if line.startswith("| 2"))
-    slow, fast = whole.results[3].reaches(0.605), whole.results[1].reaches(0.605)
+    slow, fast = whole.results[3].reached_at(0.605), whole.results[1].reached_at(0.605)
     assert slow and fast and f"| {fast[1] / slow[1]:.2f}x (1/2) |" in row and " (1/2) | " in row
 
 

@@ -12,7 +12,10 @@ from slipstream.rollout import Sampling
 
 
 def environment_faults(config: Config) -> Iterator[str]:
-    """Environments without a name, or with the label of another one, and options that can't be theirs."""
+    """Messages for a missing name, a label that is malformed or taken, and options in the wrong table.
+
+    With [[environments]], `weight` for example belongs to each of them, and `max_concurrent` to [environment].
+    """
     entries, shared = config.environments, config.environment
     if not entries and not shared.name:
         yield 'environment.name = "": it must not be empty'

@@ -34,7 +34,8 @@ class ColocatedScheduler:
     async def trainer_turn(self, publishes: bool) -> AsyncIterator[None]:
         """Context in which the trainer may compute. Engines sleep, unless the GPUs hold both a step and the engines.
 
-        Sleeping engines discard their weights if the trainer `publishes`, and else keep them in host memory. After an
+        If they sleep, the trainer's state is moved to the GPUs before the block, and off them after it. Sleeping
+        engines discard their weights if the trainer `publishes`, and else keep them in host memory. After an
         error the engines are not woken, because the run ends.
         """
         self.seconds, began = dict.fromkeys(PARTS, 0.0), time.perf_counter()

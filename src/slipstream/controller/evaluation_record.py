@@ -147,7 +147,7 @@ def add_policies(
     """Add the mean reward of each of several policies, its pass@k, and its reward `against_start`, with intervals.
 
     All ignore samples in which the policy has no rollout, such as failed ones; pass@k ignores tasks with fewer than k
-    others.
+    remaining samples. `against_start` has, by policy, the tasks that it played while the others were as at the start.
     """
     names = sorted({rollout.policy for each in played for episode in each.episodes for rollout in episode} - {""})
     found: dict[str, list[float]] = {}

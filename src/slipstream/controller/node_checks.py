@@ -262,7 +262,7 @@ async def all_reduce(
 
         def reduce(*members: int) -> Awaitable[Any]:
             group = store, device, str(members), len(members), limit - 0.5
-            return asyncio.gather(*(ranks[rank].reduce(*group, i) for i, rank in enumerate(members)))
+            return asyncio.gather(*(ranks[rank].all_reduce(*group, i) for i, rank in enumerate(members)))
 
         importing = {rank: worker.load("torch:tensor") for rank, worker in ranks.items()}
         await gather(importing, last - time.monotonic() - GROUP_S)

@@ -99,15 +99,18 @@ class NodeWorker(Worker):
         return ""
 
     async def listen(self, address: str) -> tuple[str, int]:
-        """Accept TCP streams at a free port of this address, or of `sync.interface`: each gets one byte after its end.
+        """Accept TCP streams at a free port of this address, or of `sync.interface`, and answer the end of each.
 
         Returns address and port. Raises `InvalidInput` for an interface without an address.
         """
         return _serve(own_address() if INTERFACE in os.environ else address, _Receiver)
 
     async def serve_streams(self, host: str) -> tuple[str, int]:
-        """Send a TCP stream to each peer that connects to the returned address and port, at which `host` reaches the
-        weight link of the run. Raises `InvalidInput` for an interface without an address."""
+        """Send a TCP stream to each vLLM server that connects. Returns the address and port to connect to.
+
+        The address is the one at which `host` reaches the weight link of the run. Raises `InvalidInput` for an
+        interface without an address.
+        """
         return _serve(own_address() if has_own_address() else address_towards(host), _Sender)
 
     async def connect(self, peer: tuple[str, int]) -> str:
@@ -130,12 +133,15 @@ class NodeWorker(Worker):
         return any("ACTIVE" in state.read_text() for state in states)
 
     async def measure_bandwidth(self, peer: tuple[str, int]) -> float:
-        """Bytes per second of one TCP stream to this address and port. Raises `OSError`."""
-        return await asyncio.to_thread(_stream, peer)
+        """Send a TCP stream to a peer that `listen`s. Returns bytes per second. Raises `OSError`."""
+        return await asyncio.to_thread(_time_stream, peer)
 
-    async def reduce(self, store: str, device: str, group: str, ranks: int, timeout: float, rank: int) -> None:
-        """Sum a tensor over the ranks of a group that meet in a store at "host:port". Raises an error if that fails."""
-        total = await asyncio.to_thread(_reduce, store, device, group, ranks, timeout, rank)
+    async def all_reduce(self, store: str, device: str, group: str, ranks: int, timeout: float, rank: int) -> None:
+        """Sum a tensor over the ranks of a group that meet in a store at "host:port". Raises an error if that fails.
+
+        `group` is the prefix of its keys in the store.
+        """
+        total = await asyncio.to_thread(_all_reduce, store, device, group, ranks, timeout, rank)
         if total != (expected := ranks * (ranks + 1) / 2):
             raise RuntimeError(f"the sum is {total} instead of {expected}")
 
@@ -153,6 +159,8 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class _Receiver(socketserver.BaseRequestHandler):
+    """Reads a stream to its end, then sends one byte."""
+
     def handle(self) -> None:
         while self.request.recv_into(RECEIVED):
             pass
@@ -160,6 +168,8 @@ class _Receiver(socketserver.BaseRequestHandler):
 
 
 class _Sender(socketserver.BaseRequestHandler):
+    """Sends one stream."""
+
     def handle(self) -> None:
         _send_stream(self.request)
 
@@ -174,7 +184,8 @@ def _send_stream(stream: socket.socket) -> int:
     return sent
 
 
-def _stream(peer: tuple[str, int]) -> float:
+def _time_stream(peer: tuple[str, int]) -> float:
+    """Bytes per second of a stream sent to a `_Receiver`, timed until its answer arrives."""
     with socket.create_connection(peer, CONNECT_TIMEOUT_S) as stream:
         start = time.perf_counter()
         sent = _send_stream(stream)
@@ -182,7 +193,7 @@ def _stream(peer: tuple[str, int]) -> float:
         return sent / (time.perf_counter() - start)
 
 
-def _reduce(store: str, device: str, group: str, ranks: int, timeout: float, rank: int) -> float:
+def _all_reduce(store: str, device: str, group: str, ranks: int, timeout: float, rank: int) -> float:
     import torch
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 

@@ -24,9 +24,10 @@ PLACEHOLDER = {"type": "image"}  # content part for the next image of a row
 
 
 def image_part(value: Any, folder: Path | None) -> dict[str, Any]:
-    """The content part of an image: a data URI, bytes, a mapping with "bytes" or "path", or a path in `folder`.
+    """The content part `{"type": "image", "image": DATA_URI}` of an image.
 
-    Without a folder, files are refused. Raises `ValueError`.
+    `value` is a data URI, bytes, a mapping with "bytes" or "path", or a path in `folder`. Without a folder, files are
+    refused. Raises `ValueError`.
     """
     if isinstance(value, Mapping):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]

@@ -119,7 +119,10 @@ class Split:
         return rollouts
 
     def _rollout(self, trace: Any, completions: Sequence[Completion], named: bool) -> Rollout:
-        """The completions of an agent, with the rewards and metrics of its trace."""
+        """The completions of an agent, with the rewards and metrics of its trace.
+
+        `named`: the run has several policies, named as the agents.
+        """
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward} | trace.metrics
         metrics = {name: float(value) for name, value in scores.items() if value is not None}
         role = trace.agent.name if len(self._roles) > 1 and not named else ""  # else its policy's name is the role
@@ -141,10 +144,11 @@ class Split:
         await asyncio.shield(self._served)
 
     async def _hold_servers(self) -> None:
+        """Run the servers of the environment until `close` cancels this task."""
         try:
             async with self._environment.serving():
                 self._served.set_result(None)
-                await asyncio.Event().wait()  # until `close` cancels it
+                await asyncio.Event().wait()
         except Exception as error:
             if self._served.done():
                 raise

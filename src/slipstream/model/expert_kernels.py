@@ -58,8 +58,8 @@ def _gradients_kernel(  # type: ignore[no-untyped-def]
         tl.store(to_weights + row, tl.sum(total).to(to_weights.dtype.element_ty))
 
 
-def weighted_gate(gate_up: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """The output `[rows, size]` for `gate_up` `[rows, 2 size]` and router `weights` `[rows]`.
+def weighted_swiglu(gate_up: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """`weights * silu(gate) * up`, `[rows, size]`, of `gate_up` `[rows, 2 size]` and router `weights` `[rows]`.
 
     `ends` are the ends of the experts' rows, int32 `[experts]`. Rows from the last end on are not written.
     """
@@ -69,8 +69,10 @@ def weighted_gate(gate_up: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return outputs
 
 
-def weighted_gate_gradients(gate_up: Tensor, weights: Tensor, ends: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `gate_up` and `weights` for those of the output, `[rows, size]`; rows as in `weighted_gate`."""
+def weighted_swiglu_gradients(
+    gate_up: Tensor, weights: Tensor, ends: Tensor, gradients: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `gate_up` and `weights` for those of the output; shapes and rows as in `weighted_swiglu`."""
     to_gate_up, to_weights = torch.empty_like(gate_up), torch.empty_like(weights)
     size = gradients.shape[1]
     _gradients_kernel[(len(gate_up),)](

@@ -93,14 +93,14 @@ class WeightedGate(torch.autograd.Function):
 
         gate_up, weights = gate_up.contiguous(), weights.contiguous()
         ctx.save_for_backward(gate_up, weights, ends)
-        return expert_kernels.weighted_gate(gate_up, weights, ends)
+        return expert_kernels.weighted_swiglu(gate_up, weights, ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         from slipstream.model import expert_kernels
 
         gate_up, weights, ends = ctx.saved_tensors
-        return *expert_kernels.weighted_gate_gradients(gate_up, weights, ends, grads[0].contiguous()), None
+        return *expert_kernels.weighted_swiglu_gradients(gate_up, weights, ends, grads[0].contiguous()), None
 
 
 def _select(rows: Tensor, index: Tensor, mask: Tensor | None) -> Tensor:

@@ -196,7 +196,7 @@ def pack(
     longest = max(at.stop for _, at in pieces)  # some models choose rotary frequencies by the largest position
     padding = [range(start, min(start + longest, length)) for start in range(end, length, longest)]
     token_ids, placeholders = _row_tokens(pieces, length - end, processor)
-    images = processor.inputs(_images_in_row(pieces, processor)) if processor else {}
+    images = processor.inputs(_images_in_row(pieces, processor.placeholder)) if processor else {}
     return MicroBatch(
         input_ids=concat_to_device([token_ids], torch.long, device),
         positions=_positions(pieces, padding, processor, device),
@@ -297,13 +297,12 @@ def _sampled_placeholders(pieces: Sequence[tuple[Sample, range]], processor: Ima
     return found
 
 
-def _images_in_row(pieces: Sequence[tuple[Sample, range]], processor: ImageProcessor) -> list[Image]:
+def _images_in_row(pieces: Sequence[tuple[Sample, range]], placeholder: int) -> list[Image]:
+    """The images whose first placeholder is in the row's pieces, in the row's order."""
     return [
         image
         for sample, at in pieces
-        for start, image in zip(
-            image_starts(sample.token_ids, sample.images, processor.placeholder), sample.images, strict=True
-        )
+        for start, image in zip(image_starts(sample.token_ids, sample.images, placeholder), sample.images, strict=True)
         if start in at
     ]
 

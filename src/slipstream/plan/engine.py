@@ -33,6 +33,16 @@ class Request:
     started: float = 0.0  # decode step of the engine at which it was admitted
     size: int = 0  # tokens in the cache at its admission
 
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled before its admission."""
+        return sum(span.end - span.start for span in self.spans)
+
+    def restart(self) -> None:
+        """Discard all sampled tokens."""
+        self.remaining += self.sampled
+        self.spans.clear()
+
 
 class SimulatedEngine:
     """One engine. Times are those of the simulation's clock; `at` is the time at which its state holds."""
@@ -61,7 +71,7 @@ class SimulatedEngine:
         self.waiting.append(request)
 
     def keep_prefix(self, prefix: object) -> None:
-        """The keys of an earlier turn are still in the prefix cache."""
+        """Add a prefix to the prefix cache: the keys of an episode's earlier turn."""
         self._prefixes.add(prefix)
 
     def next_event(self) -> float | None:
@@ -95,12 +105,15 @@ class SimulatedEngine:
         return ended
 
     def swap(self, now: float, version: int, pause: float, in_flight: str) -> list[Request]:
-        """Serve `version` after a pause. Returns the requests that ended before."""
+        """Serve `version` after a pause. Returns the requests that ended before `now`.
+
+        `in_flight` is `sync.in_flight`; "drain" is simulated as "continue".
+        """
         ended = self.advance(now)
         if in_flight == "retry":
-            for _, _, request in sorted(self.active, reverse=True):
-                request.spans.clear()
-                self.waiting.appendleft(request)
+            self.waiting.extendleft(request for _, _, request in sorted(self.active, reverse=True))
+            for request in self.waiting:
+                request.restart()
             self.active.clear()
             self.tokens = 0.0
         self.at = max(self.at, now) + pause
@@ -120,7 +133,7 @@ class SimulatedEngine:
         """Die. Returns the requests in flight, which lose their tokens."""
         lost = [request for _, _, request in self.active] + list(self.waiting)
         for request in lost:
-            request.spans.clear()
+            request.restart()
         self.active.clear()
         self.waiting.clear()
         self.tokens, self.alive, self.at = 0.0, False, now
@@ -144,7 +157,7 @@ class SimulatedEngine:
     def _admit(self) -> None:
         while self.waiting and self.alive and len(self.active) < self.slots:
             request = self.waiting[0]
-            size = request.context + sum(span.end - span.start for span in request.spans)
+            size = request.context + request.sampled
             if self.active and self.tokens + size + len(self.active) + 1 > self.kv_tokens:
                 return
             self.waiting.popleft()
@@ -172,7 +185,7 @@ class SimulatedEngine:
         done = min(request.remaining, round(end - request.started))
         self.tokens = max(0.0, self.tokens - request.size - (min(end, self.steps) - request.started))
         steps, versions = self._swaps
-        first = sum(span.end - span.start for span in request.spans)
+        first = request.sampled
         start, index = 0, bisect_right(steps, request.started) - 1
         while start < done:
             stop = done

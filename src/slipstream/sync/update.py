@@ -273,6 +273,7 @@ class Update:
                 self._add_rows(entry, data)
 
     def _add_rows(self, entry: Entry, data: memoryview) -> None:
+        """Stage all words of `entry.number` rows from `entry.row` on, in place of earlier changes of their block."""
         if entry.place >= len(self._tensors.numbered) or not entry.number:
             raise ValueError("an entry of a parameter that does not exist")
         part, segments = self._tensors.numbered[entry.place], self._tensors.segments[entry.place]

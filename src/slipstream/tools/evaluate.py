@@ -140,7 +140,10 @@ def _samples(*evaluations: Evaluation) -> int:
 
 
 def for_engines_only(config: Config) -> Config:
-    """The configuration without trainer, its new adapters, teacher and weight link: engines get all GPUs and cores."""
+    """The configuration without trainer, teacher and weight link: engines get all GPUs and cores.
+
+    Of a single policy, `model.path` becomes `lora.path` if that is set, and no new adapters are made.
+    """
     generator = config.generator.model_dump(exclude_unset=True)
     if config.generator.engine == "torch" and config.runtime.kind == "local" and not config.generator.threads:
         generator["threads"] = max(1, cores() // config.generator.engines)

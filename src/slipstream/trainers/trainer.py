@@ -278,7 +278,10 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
-        """Log-probabilities of the sampled tokens of `completions` under the current policy."""
+        """Log-probabilities of the sampled tokens of `completions` under the current policy.
+
+        The probe compares them with those of the engine.
+        """
         self._validate_on_device()
         samples = [build_samples([completion])[0] for completion in completions]
         scored: dict[int, list[float]] = {}

@@ -122,7 +122,7 @@ class Engine:
         return sum(s.finish is None for s in self._running)
 
     def export_ipc_handles(self, shapes: dict[str, list[int]]) -> list[dict[str, str]]:
-        """IPC handles of the parameters with these names, of the one process."""
+        """CUDA IPC handles of the parameters named in `shapes`, by name: one mapping, of the one process."""
         return [export_ipc_handles({name: p for name, p in self.model.named_parameters() if name in shapes})]
 
     def longest_in_flight(self) -> int:

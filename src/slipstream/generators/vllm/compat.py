@@ -165,9 +165,9 @@ def call_workers(llm: Any, method: Callable[Concatenate[WorkerMethods, P], R], *
 def call_workers_nowait(
     llm: Any, method: Callable[Concatenate[WorkerMethods, P], R], *args: P.args, **_: P.kwargs
 ) -> Future[list[R]]:
-    """`call_workers` without waiting for the forward pass under way.
+    """Send the request of `call_workers`. Returns a future of the results, which workers compute between two passes.
 
-    Blocks where vLLM lacks the parts for that, or runs in this process.
+    Waits for the results where vLLM lacks the parts for that, or runs in this process.
     """
     core = llm.engine_core
     future: Future[list[R]] = Future()

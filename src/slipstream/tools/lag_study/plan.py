@@ -55,7 +55,7 @@ class Plan:
 
     def runs(self) -> list[Run]:
         """All runs, seed by seed, so that an interrupted study has complete seeds."""
-        return [self._run(*cell) for cell in product(range(self.seeds), self.corrections, self.lags)]
+        return [self._new_run(*cell) for cell in product(range(self.seeds), self.corrections, self.lags)]
 
     def configuration(self, run: Run) -> Config:
         """The run's configuration. Raises `ConfigError`."""
@@ -92,7 +92,8 @@ class Plan:
     def _base(self) -> Config:
         return load_config(self.file, self.flags)
 
-    def _run(self, seed: int, correction: str, lag: int) -> Run:
+    def _new_run(self, seed: int, correction: str, lag: int) -> Run:
+        """The run of a lag, a correction and a seed: its directory and its flags."""
         path, loop = self.directory / f"lag{lag}-{correction}-seed{seed}", self._base.loop
         # A completion has at least one token, so the limit on tokens ends the run before this limit on steps.
         steps = self.tokens // (loop.groups_per_step * loop.group_size) + 1

@@ -62,7 +62,7 @@ def _draw_column(panels: Any, study: Study, correction: str, by: str) -> None:
     title, scale = AXES[by]
     for panel, (name, _, unit) in zip(panels, PANELS, strict=True):
         for i, lag in enumerate(study.lags()):
-            curves = [curve for r in study.of(lag, correction) if len((curve := _curve(r, by, name))[0]) > 1]
+            curves = [curve for r in study.results_of(lag, correction) if len((curve := _curve(r, by, name))[0]) > 1]
             if not curves:
                 continue
             grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), GRID)
@@ -93,6 +93,6 @@ def _curve(result: RunResult, by: str, name: str) -> tuple[Any, Any]:
 
 def _note(study: Study) -> str:
     """The line below the plot: seeds and tokens."""
-    seeds = max(len(study.of(*cell)) for cell in study.cells())
+    seeds = max(len(study.results_of(*cell)) for cell in study.cells())
     note = f"mean of {seeds} seeds, band from the lowest to the highest seed" if seeds > 1 else "one seed"
     return f"{note}; every run trains on {study.tokens:,} tokens; KL below {MIN_KL:.0e} is not plotted"

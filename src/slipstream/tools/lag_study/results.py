@@ -66,7 +66,7 @@ class RunResult:
         """Held-out accuracy at the end."""
         return self.evaluations["score"][-1]
 
-    def reaches(self, target: float) -> tuple[float, float] | None:
+    def reached_at(self, target: float) -> tuple[float, float] | None:
         """Trained tokens and seconds at which held-out accuracy first reaches `target`, interpolated, or None."""
         tokens, seconds, scores = (self.evaluations[k] for k in ("tokens", "seconds", "score"))
         at = next((i for i, score in enumerate(scores) if score >= target), None)
@@ -92,15 +92,15 @@ class Study:
 
     def cells(self) -> list[tuple[int, str]]:
         """Lag and correction of all results: corrections in the study's order, then by lag."""
-        return [(lag, c) for c in self.corrections for lag in self.lags() if self.of(lag, c)]
+        return [(lag, c) for c in self.corrections for lag in self.lags() if self.results_of(lag, c)]
 
-    def of(self, lag: int, correction: str) -> list[RunResult]:
+    def results_of(self, lag: int, correction: str) -> list[RunResult]:
         return [r for r in self.results if (r.lag, r.correction) == (lag, correction)]
 
     def reached(self, results: Sequence[RunResult]) -> dict[int, tuple[float, float]]:
         """Tokens and seconds to the target by seed, for the runs that reach it."""
         target = self.target
-        return {r.seed: at for r in results if (at := r.reaches(target))} if target is not None else {}
+        return {r.seed: at for r in results if (at := r.reached_at(target))} if target is not None else {}
 
 
 def default_target(results: Sequence[RunResult]) -> float | None:
@@ -149,8 +149,8 @@ def markdown(study: Study) -> str:
 
 
 def _row(study: Study, lag: int, correction: str) -> list[str]:
-    reference, results = study.lags()[0], study.of(lag, correction)
-    base = study.of(reference, correction)
+    reference, results = study.lags()[0], study.results_of(lag, correction)
+    base = study.results_of(reference, correction)
     reached, base_reached = study.reached(results), study.reached(base)
     tokens = seconds = "–" if study.target is None else "never"
     against = gained = "–"
@@ -164,15 +164,16 @@ def _row(study: Study, lag: int, correction: str) -> list[str]:
             ratio = sum(base_reached[seed][1] for seed in both) / max(1e-9, sum(reached[seed][1] for seed in both))
             gained = f"{ratio:.2f}x{_fraction(len(both), len(results))}"
     return [
-        str(lag), correction, str(len(results)), _spread([100 * r.final() for r in results], ".1f", " %"), against,
-        tokens, seconds, gained, number(mean([r.tokens for r in results])),
-        _spread([r.seconds for r in results], ".0f"), f"{mean([r.lag_mean for r in results]):.2f}",
+        str(lag), correction, str(len(results)), _mean_and_range([100 * r.final() for r in results], ".1f", " %"),
+        against, tokens, seconds, gained, number(mean([r.tokens for r in results])),
+        _mean_and_range([r.seconds for r in results], ".0f"), f"{mean([r.lag_mean for r in results]):.2f}",
         _format_mean([r.effective_sample_size for r in results], ".3f"),
         _format_mean([r.mismatch_kl for r in results], ".2g"), _format_mean([r.clipped for r in results], ".1%"),
     ]  # fmt: skip
 
 
 def _fraction(some: int, all_of_them: int) -> str:
+    """How many of all, in brackets; "" if all."""
     return f" ({some}/{all_of_them})" if some < all_of_them else ""
 
 
@@ -181,7 +182,7 @@ def _format_mean(values: Sequence[float | None], form: str) -> str:
     return format(mean(known), form) if known else "–"
 
 
-def _spread(values: Sequence[float], form: str, unit: str = "") -> str:
+def _mean_and_range(values: Sequence[float], form: str, unit: str = "") -> str:
     """The mean, with minimum and maximum in brackets."""
     return f"{mean(values):{form}}{unit} ({min(values):{form}} – {max(values):{form}})"
 
