@@ -139,7 +139,9 @@ def predict(problem: Problem, split: Split, record: dict[str, Any]) -> Figures:
     if split.placement == "colocated":
         scenario = replace(scenario, first_step_s=0.0, overlaps=not record["onload_s"])
     if problem.rates.measured_decode and split.placement == "colocated":
-        publish = replace(scenario.publish, transfer=record["ready_s"], hold=record["publish_and_rest_s"])
+        turn = record["publish_and_rest_s"]  # which only pauses engines that stay awake
+        hold, pause = (0.0, turn) if scenario.overlaps else (turn, 0.0)
+        publish = replace(scenario.publish, transfer=record["ready_s"], hold=hold, pause=pause)
         scenario = replace(scenario, publish=publish)
     return simulated_figures(scenario, len(record["each"]) - record["steps"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config, ConfigError
+from slipstream.controller import weight_publisher
 from slipstream.controller.colocation import PARTS, ColocatedScheduler
 from slipstream.controller.launch import Cluster
 from slipstream.generators.torch.engine import Engine
 from slipstream.rollout import Batch, Completion, Sampling
 from slipstream.run import resume, train
-from slipstream.runtime.worker import WorkerError
+from slipstream.runtime.worker import WorkerDied, WorkerError
 from tests.conftest import build_model
-from tests.processes import module_for_processes
+from tests.generators.vllm.test_engine import logprobs_of
+from tests.processes import changing, module_for_processes
 
 RECORDING = """
 import json, os, time
@@ -149,6 +151,8 @@ def test_colocation_with_sequences_in_flight(
     for row in drawn:
         assert_exact(row, tiny, tmp_path / "run" / "weights")
     assert any(len(row["spans"]) > 1 for row in drawn) == (how in ("continue", "recompute"))
+    shortest = min(end - start for start, end in intervals(recorded, "trainer"))
+    assert summary["sync"]["pause_ms"]["median"] >= 1000 * shortest, "engines sleep during the step"
 
 
 @pytest.mark.e2e
@@ -226,10 +230,10 @@ def assert_same_tokens(swapped: Engine, other: Engine, how: str) -> None:
     """Both engines finish with the same tokens. `swapped` has swapped to version 1 in between."""
     ours, theirs = completions(swapped), completions(other)
     assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
-    assert {c.versions for c in ours} == ({(0, 1), (1, 1)} if how == "recompute" else {(1, 1)})
+    assert {c.versions for c in ours} == ({(1, 1)} if how == "retry" else {(0, 1), (1, 1)})
 
 
-@pytest.mark.parametrize("how", ["recompute", "retry"])
+@pytest.mark.parametrize("how", ["continue", "recompute", "retry"])
 def test_a_sleep_changes_no_token(how: Any) -> None:
     """An engine that slept samples the same tokens as one that did not."""
     slept, awake = engines_with_sequences()
@@ -244,13 +248,14 @@ def test_a_sleep_changes_no_token(how: Any) -> None:
     assert_same_tokens(slept, awake, how)
 
 
-@pytest.mark.parametrize("how", ["recompute", "retry"])
+@pytest.mark.parametrize("how", ["continue", "recompute", "retry"])
 def test_a_pause_keeps_keys_and_values_until_a_swap(how: Any) -> None:
+    """And `continue` keeps them beyond it."""
     paused, awake = engines_with_sequences()
     paused.sleep(0)
     assert paused.step() == [] and paused.running == 4 and paused._cache.positions
     paused.swap(1, lambda: None, how)
-    assert paused.asleep and not paused.running
+    assert paused.asleep and paused.running == (4 if how == "continue" else 0)
     paused.wake(["scheduling"])
     assert_same_tokens(paused, awake, how)
 
@@ -282,6 +287,9 @@ class Pool:
 
     async def call_all(self, call: Any, doing: str) -> None:
         await call(self.engine)
+
+    def now(self) -> float:
+        return 0.0
 
     def pause(self) -> None:
         self.paused = True
@@ -330,3 +338,82 @@ def test_incompatible_options_are_refused(flags: list[str], said: str, tiny: Pat
     with pytest.raises(ConfigError) as caught:
         config_of(tiny, COLOCATED, *flags)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+PUBLISHING = "--generator.replicas=3", "--trainer.kind=slipstream.tools.verify:PerturbingTrainer", "--loop.max_lag=2"
+
+
+def fails_at(part: str, monkeypatch: pytest.MonkeyPatch, how: Callable[[Any], None]) -> None:
+    """Let `how(engine)` happen after an engine's `prepare_version`, or before its `swap_version`, in the publish."""
+    real = getattr(weight_publisher, part)
+
+    async def call(engine: Any, *arguments: Any) -> Any:
+        if part == "swap_version":
+            how(engine)
+        result = await real(engine, *arguments)
+        if part == "prepare_version":
+            how(engine)
+        return result
+
+    monkeypatch.setattr(weight_publisher, part, call)
+
+
+def score_difference(weights: Path, completion: Completion) -> float:
+    """The largest difference of recorded log-probabilities from those of a forward pass of these weights."""
+    return float((logprobs_of(weights, completion) - torch.tensor(completion.logprobs)).abs().max())
+
+
+def test_engines_keep_the_version_that_they_received_if_one_of_them_dies(
+    patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One dies before its swap, when the served weights of all of them have been written."""
+
+    async def main() -> None:
+        pools = await Cluster.start(config_of(patient, COLOCATED, *PUBLISHING), tmp_path)
+        trainer, (first, *others) = changing(pools), pools.generator.generators
+        pools.generator.supervised = True
+        try:
+            await pools.link.connect(0)
+            fails_at("swap_version", monkeypatch, lambda engine: engine is first and engine.terminate("killed"))
+            async with pools.trainer_turn(publishes=True):
+                await trainer.change(1)
+                stats = await pools.link.publish(1)
+                await trainer.store(tmp_path / "1")
+            assert len(stats.engines_lost) == 1 and [engine.version for engine in others] == [1, 1]
+            for engine in others:
+                completion = await engine.generate([5, 6, 7], Sampling(max_tokens=20))
+                assert completion.versions == (1, 1)
+                assert score_difference(tmp_path / "1", completion) < 1e-4
+        finally:
+            await pools.close()
+
+    asyncio.run(main())
+
+
+def test_engines_with_a_part_of_a_version_are_terminated(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All fail to receive it: one dies, and the others report an error after their served weights have been written."""
+
+    async def main() -> None:
+        pools = await Cluster.start(config_of(tiny, COLOCATED, *PUBLISHING), tmp_path)
+        trainer, (first, *others) = changing(pools), pools.generator.generators
+        pools.generator.supervised = True
+
+        def fail(engine: Any) -> None:
+            if engine is first:
+                raise engine.terminate("killed")
+            raise WorkerError("no memory", "OSError", "")
+
+        try:
+            await pools.link.connect(0)
+            fails_at("prepare_version", monkeypatch, fail)
+            async with pools.trainer_turn(publishes=True):
+                await trainer.change(1)
+                with pytest.raises((WorkerError, WorkerDied)):
+                    await pools.link.publish(1)
+                assert not any(engine.alive for engine in others)
+        finally:
+            await pools.close()
+
+    asyncio.run(main())

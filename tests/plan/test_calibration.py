@@ -81,7 +81,7 @@ SINGLE_COPY = (
     "--trainer.keep_compute_copy=true",
     "--model.dtype=bfloat16",
 )
-COLOCATED = "--sync.placement=colocated", "--sync.in_flight=recompute"
+COLOCATED = ("--sync.placement=colocated",)
 
 
 @pytest.mark.parametrize(

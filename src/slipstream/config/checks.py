@@ -147,7 +147,7 @@ def _has_reward_function(config: Config) -> bool:
 
 
 def _in_flight_at_swap(config: Config) -> bool:
-    """Whether a publish can find sequences in flight, or stops the engines, which needs a value of the option."""
+    """Whether a publish can find sequences in flight, or stops the engines."""
     return bool(config.loop.max_lag or config.sync.placement == "colocated" or config.sync.restart)
 
 

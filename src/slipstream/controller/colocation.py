@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 
-from slipstream.controller.engine_calls import duration
+from slipstream.controller.engine_calls import Pause, duration
 from slipstream.generators.base import KV_CACHE, SCHEDULING, WEIGHTS
 from slipstream.generators.pool import GeneratorPool
 from slipstream.trainers.base import TrainerWorker
@@ -27,6 +27,7 @@ class ColocatedScheduler:
     def __init__(self, trainer: TrainerWorker, pool: GeneratorPool) -> None:
         self._trainer, self._pool = trainer, pool
         self._asleep: tuple[str, ...] = ()  # tags of what sleeping engines lack; empty while they are awake
+        self._stopped = 0.0  # when they last stopped to sample, on the pool's clock
         self._fits = False  # whether the GPUs hold a step and the engines together
         self.seconds: dict[str, float] = {}
 
@@ -65,8 +66,13 @@ class ColocatedScheduler:
         elif in_place and not self._asleep:
             await self._sleep(PAUSE)
 
+    def whole_pauses(self, pauses: Sequence[Pause]) -> list[Pause]:
+        """Pauses of the publish in this turn, from the time at which the engines stopped to sample, if they did."""
+        return [(track, min(start, self._stopped) if self._asleep else start, end) for track, start, end in pauses]
+
     async def _sleep(self, level: int) -> None:
         self._pool.pause()
+        self._stopped = self._pool.now()
         await self._timed("sleep", self._pool.call_all(lambda engine: engine.sleep(level), "sleep"))
         self._asleep = (SCHEDULING,) if level == PAUSE else (WEIGHTS, KV_CACHE)
 

@@ -26,8 +26,13 @@ class NotServed(PublishError):
     """A version did not arrive, or its swap was rolled back: the engine serves the version before it."""
 
 
-async def prepare_version(engine: EngineReplica, handle: PublishHandle) -> None:
-    """Let an engine receive a version. Raises `NotServed` if it did not arrive."""
+async def prepare_version(engine: EngineReplica, handle: PublishHandle, writes: int | None = None) -> None:
+    """Let an engine receive a version. Raises `NotServed` if it did not arrive.
+
+    An engine that `writes` this version into the served weights is quarantined: it holds a mixture of versions.
+    """
+    if writes is not None:
+        engine.quarantine(writes)
     if why := await engine.worker.prepare(handle):
         raise NotServed(f"{engine.process.name}: {why}")
 

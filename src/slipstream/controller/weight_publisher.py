@@ -95,9 +95,8 @@ class WeightPublisher:
         await self._connect_ends()
         async with self._turns.trainer_turn(publishes=True) if self._turns else nullcontext():
             stats = await self.publish(version, "off" if self._sync.verify == "off" else "full")
-        lost = stats.engines_lost
-        if lost and not self._pool.supervised:  # nothing is sampled yet: the user can correct the setup and start again
-            raise PublishError(lost[0])
+        if stats.engines_lost and not self._pool.supervised:  # nothing is sampled yet: the user can start again
+            raise PublishError(stats.engines_lost[0])
         self._connected = True
         return stats
 
@@ -161,6 +160,7 @@ class WeightPublisher:
                     generator.terminate(f"{generator.process.name} was removed from the pool: {error}")
             raise
         lost, self._lost = tuple(self._lost), []
+        pauses = self._turns.whole_pauses(pauses) if self._turns else pauses
         longest, total = max(end - start for _, start, end in pauses), self._pool.now() - began
         return PublishStats(
             version, longest, sending, ready - began, total, lost, began, tuple(pauses),
@@ -183,8 +183,7 @@ class WeightPublisher:
         """Connect the trainer to all members of the pool."""
         self._in_transfer, self._next_rank = True, 1
         self._connection_info = await self._trainer.open_link(sum(g.ranks for g in self._members))
-        shapes: dict[str, Any] = self._connection_info["shapes"]
-        self._names = list(shapes)
+        self._names = list(shapes := self._connection_info["shapes"])
         self._travel = sum(map(math.prod, shapes.values())) * BYTES_PER_PARAMETER / MIN_BYTES_PER_S
         connecting = asyncio.ensure_future(gather_all(self._connect(self._members)))
         connecting.add_done_callback(succeeded)  # an error of the trainer takes precedence
@@ -305,14 +304,15 @@ class WeightPublisher:
     ) -> tuple[list[Pause], float, float]:
         """Every member receives the whole version before the first one swaps. Returns as `_try_publish`."""
         self._sending, self._in_transfer = self._sender.collective or self._sender.receives_in_place, True
+        writes = version if self._sender.receives_in_place and not self._sender.collective else None  # else `swap` does
         prepares = self._call_members(
-            lambda g: prepare_version(g, publish_handle), f"receive version {version}",
+            lambda g: prepare_version(g, publish_handle, writes), f"receive version {version}",
             lambda: self._sender.collective and not free.is_set(),
         )  # fmt: skip
         await receive_while_sending(sent, prepares)
         swaps = self._call_members(
             lambda g: swap_version(g, version, self._sync.in_flight), f"swap in version {version}",
-            lambda: self._sender.receives_in_place, self._drain,
+            lambda: self._sender.receives_in_place and self._sender.collective, self._drain,
         )  # fmt: skip
         pauses = await receive_while_sending(sent, swaps)
         ready, self._sending = self._pool.now(), False

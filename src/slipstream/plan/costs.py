@@ -337,8 +337,8 @@ def colocated_turn_cost(trainer: TrainerCost, free: float, overlaps: bool) -> Pu
     """The cost of a turn of a colocated trainer apart from its step: sleep and wake-up of engines, and copies.
 
     Engines leave `free` bytes of each GPU. State that does not fit there goes to the host and back. Each rank gathers
-    the weights, and engines copy them. A turn that `overlaps` with generation holds the trainer only for that. `pause`
-    is 0: a turn stops engines in any case.
+    the weights, and engines copy them. A turn that `overlaps` with generation stops both sides only for that, which is
+    the `pause`. Another one stops engines in any case, so its `pause` is 0.
     """
     shape, cluster, rank = trainer.shape, trainer.cluster, trainer.work.lora_rank
     size, state = BF16 * trainer.trained, trainer.lasting_state
@@ -347,8 +347,8 @@ def colocated_turn_cost(trainer: TrainerCost, free: float, overlaps: bool) -> Pu
     gathered = BF16 * (trainer.trained - trainer.own_trained) / trainer.link
     given = gathered + 4 * size / (cluster.gpu.bandwidth * trainer.rates.bandwidth)
     moved = 2 * max(0.0, state + TURN_RESERVE - free) / PINNED
-    hold = given if overlaps else TURN_S + moved + given
-    return PublishCost("lora" if rank else "shared", given, hold, 0.0, 0.0)
+    hold, pause = (0.0, given) if overlaps else (TURN_S + moved + given, 0.0)
+    return PublishCost("lora" if rank else "shared", given, hold, pause, 0.0)
 
 
 @cache

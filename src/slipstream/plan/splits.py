@@ -311,7 +311,8 @@ def estimate(plan: Plan) -> None:
         generate += tail + work.tool.largest_of(work.rollouts, work.turns - 1) + scoring
         step = generate + train + publish + plan.publish.pause
     elif plan.overlaps:
-        step = max((generate + train) * SHARED_SLOWDOWN / 2, generate, train, slowest) + publish
+        both = (generate + train) * SHARED_SLOWDOWN / 2
+        step = max(both, generate, train, slowest) + publish + plan.publish.pause
         generate = min(generate * SHARED_SLOWDOWN, step)
         train *= SHARED_SLOWDOWN
     elif split.placement == "colocated":

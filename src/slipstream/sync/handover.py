@@ -158,7 +158,7 @@ class HandoverSender(Sender):
 
 
 class HandoverReceiver(Receiver):
-    """An engine process's end: copies its parts of each bucket into the served weights while the engine sleeps."""
+    """An engine process's end: copies its parts of each bucket into the served weights while it samples nothing."""
 
     writes_served = True
 

@@ -682,6 +682,7 @@ def test_any_seed_is_mapped_to_a_valid_seed_of_vllm() -> None:
         ("recompute", False, False),
         ("continue", False, False),
         ("retry", False, False),
+        ("continue", True, False),
         ("recompute", True, True),
         ("retry", True, False),
     ],
@@ -691,8 +692,9 @@ def test_completions_are_exact_across_sleep(
 ) -> None:
     """Sequences have exact records after two turns of the trainer, one without and one with new weights.
 
-    If the trainer's steps fit beside the engine, the engine only pauses to receive the weights. Once vLLM's core has
-    its own process, as on a GPU. Each such start imports vLLM in two processes.
+    If the trainer's steps fit beside the engine, the engine only pauses to receive the weights, and sequences that
+    `continue` keep keys and values of the old ones. Once vLLM's core has its own process, as on a GPU. Each such start
+    imports vLLM in two processes.
     """
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(own_process)))
 
@@ -725,9 +727,15 @@ def test_completions_are_exact_across_sleep(
             drawn = 0 if fits else drawn
             assert any(c.versions[1] == 1 and len(c.token_ids) > drawn for c in completions)
             assert any(c.versions == (0, 1) for c in completions) == (how != "retry")
+            differences = []
             for c in completions:
                 for span in c.spans:
-                    assert_drawn_by(tmp_path / str(span.version), c, span.start, span.end)
+                    if fits and how == "continue" and span.start:
+                        wanted = logprobs_of(tmp_path / str(span.version), c) - torch.tensor(c.logprobs)
+                        differences.append(float(wanted[span.start : span.end].abs().max()))
+                    else:
+                        assert_drawn_by(tmp_path / str(span.version), c, span.start, span.end)
+            assert not differences or max(differences) > 10 * BOUND, "keys and values were recomputed"
             assert (await draw([5, 6, 7], Sampling(max_tokens=20))).versions == (1, 1)
         finally:
             await pools.close()
