@@ -56,7 +56,7 @@ class Line:
         survivors = self.options.group_size if survivors is None else survivors
         rewards = [0.0 if equal else float(member) for member in range(survivors)]
         rollouts = [rollout(began, self.served, reward) for reward in rewards]
-        self.state.end(visit, "t", rollouts, failed=self.options.group_size - survivors, has_signal=differs)
+        self.state.end(visit, "t", rollouts, failures=["x"] * (self.options.group_size - survivors), has_signal=differs)
         if survivors >= 2 and equal:
             self.filtered.append(number)
 
@@ -104,6 +104,7 @@ class Line:
         counts, live = state.ledger.counts, set(state.ledger.live)
         fates = (counts.trained, counts.dropped_stale, counts.failed, counts.filtered, counts.ready)
         assert counts.generated == sum(fates)
+        assert counts.failed == sum(state.ledger.reasons.values())
         assert counts.ready == sum(len(g.rollouts) for g in state.ready)
         assert len(self.trained) == len(set(self.trained)) == state.ledger.groups_trained
         assert len(state.ready) + state.running <= state.capacity and state.running == len(self.running)
@@ -278,7 +279,7 @@ def test_groups_after_the_filter_limit_are_trained_on() -> None:
         rewards = (1.0, 1.0) if equal else (1.0, 0.0)
         visit = state.ledger.start()
         rollouts = [dataclasses.replace(rollout(0, 4), reward=r) for r in rewards]
-        state.end(visit, "t", rollouts, failed=0, has_signal=differs, max_filtered_in_a_row=2)
+        state.end(visit, "t", rollouts, has_signal=differs, max_filtered_in_a_row=2)
         assert len(state.ready) == ready
     assert state.ledger.counts.filtered == 3 * 2
 
@@ -286,17 +287,17 @@ def test_groups_after_the_filter_limit_are_trained_on() -> None:
 def test_a_rollout_that_is_lost_with_its_group_has_a_reason() -> None:
     state = LoopState(LoopConfig(group_size=4), 1, streams(9))
     for survivors in (0, 1, 3):
-        assert state.end(state.ledger.start(), "t", [rollout(0, 4)] * survivors, failed=4 - survivors)
-    assert state.ledger.reasons == {TOO_FEW: 1} and state.ledger.counts.failed == 4 + 4 + 1
+        assert state.end(state.ledger.start(), "t", [rollout(0, 4)] * survivors, failures=["x"] * (4 - survivors))
+    assert state.ledger.reasons == {TOO_FEW: 1, "x": 4 + 3 + 1} and state.ledger.counts.failed == 4 + 4 + 1
 
 
 def test_the_buffer_is_bounded_and_sorted_by_oldest_version() -> None:
     state = LoopState(LoopConfig(buffer_size=3, groups_per_step=2, max_lag=9), 1, streams(9))
     visits = [state.ledger.start() for _ in range(4)]
     for visit, oldest in zip(visits[:3], (2, 1, 1), strict=True):
-        state.end(visit, "t", [rollout(oldest, 4)] * 2, failed=0)
+        state.end(visit, "t", [rollout(oldest, 4)] * 2)
     with pytest.raises(BufferFull, match="visit 3 arrived at a buffer that holds 3"):
-        state.end(visits[3], "t", [rollout(0, 4)] * 2, failed=0)
+        state.end(visits[3], "t", [rollout(0, 4)] * 2)
     assert [g.visit_id for g in state.take_batch()] == [1, 2]
     assert state.take_batch() == []
 
@@ -317,7 +318,7 @@ def test_a_visit_is_abandoned_after_its_retries() -> None:
     for attempt in range(3):
         visit = ledger.start()
         assert (visit.id, visit.attempt) == (0, attempt)
-        ledger.failed(visit.id, rollouts=4)
+        ledger.failed(visit.id, ["x"] * 4)
     assert ledger.abandoned == 1 and not ledger.live
     assert ledger.counts == RolloutCounts(generated=12, failed=12)
     assert ledger.start().id == 1
@@ -328,7 +329,7 @@ def test_a_task_whose_every_try_failed_is_retired_unless_all_are() -> None:
     retired = []
     for _ in range(8):
         visit = state.ledger.start()
-        fate = state.end(visit, "t", [rollout(0, 0)] * 2 * (visit.task != 1), failed=0)
+        fate = state.end(visit, "t", [rollout(0, 0)] * 2 * (visit.task != 1))
         retired += [visit.task] * (fate == "retired")
     assert retired == [1]
     assert [state.ledger.start().task for _ in range(9)].count(1) == 0
@@ -343,11 +344,11 @@ def test_a_task_whose_every_try_failed_is_retired_unless_all_are() -> None:
 @pytest.mark.parametrize("move", ["ready", "trained", "filtered", "dropped_stale", "failed", "cancelled"])
 def test_impossible_transitions_raise(move: str) -> None:
     ledger = Ledger(streams(3), seed=0)
-    arguments = {"ready": {"rollouts": 2, "failed": 0}, "failed": {"rollouts": 2}}.get(move, {})
+    arguments = {"ready": {"rollouts": 2}, "failed": {"failures": ["x"] * 2}}.get(move, {})
     with pytest.raises(LedgerError, match="visit 0 should be"):
         getattr(ledger, move)(0, **arguments)
     visit = ledger.start()
-    ledger.ready(visit.id, rollouts=2, failed=0)
+    ledger.ready(visit.id, rollouts=2)
     ledger.trained(visit.id)
     with pytest.raises(LedgerError):
         ledger.trained(visit.id)
@@ -356,7 +357,7 @@ def test_impossible_transitions_raise(move: str) -> None:
 def test_running_entries_are_restored_as_pending_with_their_tries() -> None:
     ledger = Ledger(streams(5), seed=0, retries=0)
     first, second = ledger.start(), ledger.start()
-    ledger.ready(second.id, rollouts=2, failed=0)
+    ledger.ready(second.id, rollouts=2)
     restored = Ledger.restore(json.loads(json.dumps(ledger.snapshot())), streams(5))
     assert restored.live[first.id].state is State.PENDING and restored.live[second.id].state is State.READY
     again = restored.start()

@@ -28,7 +28,7 @@ def play(ledger: Ledger, visits: int, success: float | None = None) -> list[Visi
     for _ in range(visits):
         visit = ledger.start()
         solved = 0.5 * (1 - visit.task % 2) if success is None else success
-        ledger.ready(visit.id, rollouts=2, failed=0, success=solved)
+        ledger.ready(visit.id, rollouts=2, success=solved)
         ledger.trained(visit.id)
         played.append(visit)
     return played

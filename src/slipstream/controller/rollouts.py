@@ -109,7 +109,7 @@ async def play_rollout(run: RunContext, task: Task, visit: Visit, member: str) -
         run.totals.reward_seconds.append(time.monotonic() - policy.sampled_at)
     except RolloutFailed as failure:
         run.events.rollout_failed(visit.id, began, policy.recorded, failure.reason)
-        count_failure(run, visit, failure)
+        note_failure(run, visit, failure)
         return failure
     finally:
         run.totals.tokens_generated += sum(len(c.token_ids) for c in policy.recorded)
@@ -128,16 +128,16 @@ async def score(run: RunContext, visit: Visit, task: Task, rollout: Rollout) -> 
         run.events.add("score", SCORING, began, run.events.now(), visit_id=visit.id)
 
 
-def count_failure(run: RunContext, visit: Visit, failure: RolloutFailed) -> None:
-    """Count a failed rollout.
+def note_failure(run: RunContext, visit: Visit, failure: RolloutFailed) -> None:
+    """Warn of the first failed rollout. `end_group` counts it.
 
-    Raises `RunError` if the environment's `FailureStreak` ends the run. If the engine pool or the scoring has died,
-    raises `WorkerDied` and does not count the rollout.
+    Raises `RunError` if the environment's `FailureStreak` ends the run, and `WorkerDied` if the engine pool or the
+    scoring has died.
     """
     if dead := run.cluster.generator.dead or (run.scoring and run.scoring.dead):
         raise dead from None
-    run.state.ledger.reasons[failure.reason] += 1
-    if sum(run.state.ledger.reasons.values()) == 1:
+    if not run.warned_of_failure:
+        run.warned_of_failure = True
         run.progress.warn(f"a rollout failed: {failure.one_line}; rollout/failures in metrics.jsonl counts all reasons")
     streak = run.environments[visit.environment].failure_streak
     if streak.failed(visit.task, run.state.ledger.running_tasks(visit.environment)):
@@ -159,7 +159,7 @@ def end_group(run: RunContext, visit: Visit, task: Task, played: Sequence[Episod
         visit,
         task_id,
         rollouts,
-        failed=len(failures),
+        failures=[failure.reason for failure in failures],
         has_signal=lambda group: (
             not options.filter_zero_advantage or has_signal(run.objective, run.config, group, strict=first_step)
         ),

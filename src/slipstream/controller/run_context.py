@@ -77,7 +77,7 @@ class RunContext:
         self.engine_watches: dict[EngineReplica, asyncio.Task[None]] = {}  # tasks that replace engines which die
         self.waits_for_engines = False  # fewer than `generator.min_replicas` serve
         self.episode_slots = EpisodeSlots()
-        self.warned_of_reward_error = False
+        self.warned_of_failure = self.warned_of_reward_error = False
         self.rewind()
 
     def _validate_reward_workers(self) -> None:

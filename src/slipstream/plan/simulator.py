@@ -214,7 +214,7 @@ class Simulation:
         else:
             group.rollouts.append(Rollout(tuple(episode.completions), self.rng.random()))
         if not group.left:
-            self.state.end(group.visit, "task", group.rollouts, failed=group.failed)
+            self.state.end(group.visit, "task", group.rollouts, failures=[""] * group.failed)
             self._admit()
             self._try_step()
         else:

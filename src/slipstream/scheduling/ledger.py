@@ -93,17 +93,17 @@ class Ledger:
         """Exclude tasks of an environment that can't be played."""
         self.streams[environment].retired.update(tasks)
 
-    def ready(self, visit_id: int, *, rollouts: int, failed: int, success: float = 0.0) -> None:
-        """The visit's group is complete: `rollouts` members to train on and `failed` that failed.
+    def ready(self, visit_id: int, *, rollouts: int, failures: Sequence[str] = (), success: float = 0.0) -> None:
+        """The visit's group is complete: `rollouts` members to train on, and reasons of those that failed.
 
         `success`, from 0 to 1, is counted for the curriculum.
         """
         visit = self._expect(visit_id, State.RUNNING)
         self._set_state(visit, State.READY)
         visit.rollouts = rollouts
-        self.counts.generated += rollouts + failed
-        self.counts.failed += failed
+        self.counts.generated += rollouts
         self.counts.ready += rollouts
+        self._count_failed(failures)
         self.streams[visit.environment].record(visit.task, success)
 
     def trained(self, visit_id: int) -> None:
@@ -122,15 +122,15 @@ class Ledger:
         self.counts.dropped_stale += self._leave_buffer(visit_id)
         self._try_again(visit_id)
 
-    def failed(self, visit_id: int, *, rollouts: int) -> bool:
-        """Too few of the visit's `rollouts` succeeded: the visit is pending again, or abandoned after its last try.
+    def failed(self, visit_id: int, failures: Sequence[str]) -> bool:
+        """Too few of the visit's rollouts succeeded: the visit is pending again, or abandoned after its last try.
 
-        If all its tries failed, and none was dropped as stale, its task is retired. Returns whether it is.
+        `failures` has the reason of each rollout, also of those lost with the group. If all tries of the visit failed,
+        and none was dropped as stale, its task is retired. Returns whether it is.
         """
         visit = self._expect(visit_id, State.RUNNING)
         visit.failed += 1
-        self.counts.generated += rollouts
-        self.counts.failed += rollouts
+        self._count_failed(failures)
         self._try_again(visit_id)
         if retired := visit.failed > self.retries:
             self.retire(visit.environment, [visit.task])
@@ -175,6 +175,11 @@ class Ledger:
                 stream.progress = max(stream.progress, chosen.progress) + (1 / stream.weight if stream is chosen else 0)
         self.next_id += 1
         return Visit(self.next_id - 1, chosen.next_task(self.seed), self.streams.index(chosen))
+
+    def _count_failed(self, failures: Sequence[str]) -> None:
+        self.counts.generated += len(failures)
+        self.counts.failed += len(failures)
+        self.reasons.update(failures)
 
     def _leave_buffer(self, visit_id: int) -> int:
         visit = self._expect(visit_id, State.READY)

@@ -81,11 +81,13 @@ class LoopState:
         task_id: str,
         rollouts: Sequence[Rollout],
         *,
-        failed: int,
+        failures: Sequence[str] = (),
         has_signal: Callable[[Group], bool] = lambda group: True,
         max_filtered_in_a_row: float = math.inf,
     ) -> Fate:
-        """Record that a group has ended with these successful rollouts. Returns its fate. Raises `BufferFull`.
+        """Record that a group has ended with these successful rollouts, and `failures`, the reasons of the others.
+
+        Returns its fate. Raises `BufferFull`.
 
         With fewer than `MIN_GROUP_SIZE` rollouts in every role the task is tried again ("failed"), or retired after its
         last try. A group without signal is filtered, but after `max_filtered_in_a_row` of them the next ones are added
@@ -93,11 +95,9 @@ class LoopState:
         """
         group = Group(visit.id, task_id, tuple(rollouts), self.ledger.streams[visit.environment].label)
         if max(map(len, group.roles.values()), default=0) < MIN_GROUP_SIZE:
-            if rollouts:
-                self.ledger.reasons[TOO_FEW] += len(rollouts)
-            retired = self.ledger.failed(visit.id, rollouts=len(rollouts) + failed)
+            retired = self.ledger.failed(visit.id, [*failures, *[TOO_FEW] * len(rollouts)])
             return "retired" if retired else "failed"
-        self.ledger.ready(visit.id, rollouts=len(rollouts), failed=failed, success=success_of(rollouts))
+        self.ledger.ready(visit.id, rollouts=len(rollouts), failures=failures, success=success_of(rollouts))
         empty = not has_signal(group)
         if empty and self.filtered_in_a_row < max_filtered_in_a_row:
             self.ledger.filtered(visit.id)
