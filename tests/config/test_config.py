@@ -142,7 +142,7 @@ def test_every_option_is_documented_once() -> None:
         ),
         (
             ["--lora.rank=8", "--generator.engine=vllm", "--sync.link=nccl"],
-            "can't bring adapters (lora.rank = 8) to vLLM; leave sync.link out",
+            'can\'t bring adapters (lora.rank = 8) to vLLM; use "auto"',
         ),
         (["--lora.rank=8", "--sync.link=lora"], 'for lora.rank above 0 with generator.engine = "vllm"'),
         (

@@ -190,6 +190,8 @@ def test_a_sleeping_engine_rejects_calls(tiny: Path, tmp_path: Path) -> None:
         (generator,), sampling = pools.generator.generators, Sampling(temperature=0.0, max_tokens=20)
         try:
             await pools.link.connect(0)
+            with pytest.raises(ConfigError, match=r'be changed with sync\.placement = "colocated"'):
+                pools.validate_engine_count(2)
             before = await pools.generator.generate([5, 6, 7], sampling)
             with pytest.raises(WorkerError, match="this trainer is offloaded"):
                 await pools.trainer.score([before])

@@ -72,7 +72,9 @@ def warnings_of(change: Callable[[int], Values], steps: int = 250, evaluations: 
 
 def test_a_healthy_run_is_silent() -> None:
     assert warnings_of(lambda step: {}) == []
-    assert warnings_of(lambda step: {}, config={"loop": {"max_lag": 0}}) == []
+    synchronous = {"loop": {"max_lag": 0}}
+    assert warnings_of(lambda step: {}, config=synchronous) == []
+    assert warnings_of(TROUBLE["lag-bound"], config=synchronous) == [], "dropped before a resume without lag"
 
 
 @pytest.mark.parametrize("rule", TROUBLE)

@@ -63,7 +63,7 @@ def test_changed_metrics_are_shown(path: Path, width: int) -> None:
     flat = " ".join(text.split())
     for piece in (
         "0.040 → 0.675", "0.100 → 0.722 (+0.622)", "800 in 12:34", "1.62 M tokens, 2,310 tokens/s, engines busy 97%",
-        "1.33 M tokens, 1,900 tokens/s, trainer busy 81%", "0.93 versions, on average, at most 2;",
+        "1.33 M tokens, 1,900 tokens/s, trainer busy 81%", "0.93 versions, on average over trained tokens, at most 2;",
         "51,283 ended, 51,200 trained on, 3 stale, 12 failed", "TimeoutError 3",
         "800 publishes paused engines 0.42 ms each", "slipstream eval runs/addition ",
         'slipstream generate runs/addition/policy --prompt "..."',

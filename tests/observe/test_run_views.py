@@ -124,6 +124,12 @@ def test_runs_are_compared(path: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert run_cli("compare", path, other) == 0
     said = capsys.readouterr().out
     assert "2:00" in said and "–" in said and "run_b: no step is recorded" in said
+    (other / "config.toml").write_text("[loop")
+    assert run_cli("compare", path, other, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["options"] == {}, "its options are not known"
+    assert run_cli("compare", path, other) == 0
+    said = capsys.readouterr().out
+    assert "config.toml is missing" in said and "max_lag" not in said and "equal" not in said
 
 
 def test_a_notebook_shows_a_card_with_all_texts_escaped(path: Path) -> None:

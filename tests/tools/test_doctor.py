@@ -135,6 +135,11 @@ def test_a_directory_that_a_node_does_not_see_is_a_fault(tmp_path: Path) -> None
     assert "is not there" in fault.text
 
 
+def test_a_directory_that_cannot_be_written_is_one_fault() -> None:
+    [fault] = asyncio.run(examine(Runtime(), None, Path("/proc/self"))).faults
+    assert fault.check == "run directory" and fault.text.startswith("/proc/self can't be written (")
+
+
 def test_faults_end_a_run_in_one_line_each(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, flags(tiny))
     faults = Examination(faults=[Fault("limits", "first"), Fault("GPUs", "second")])

@@ -186,9 +186,9 @@ CHECKS: tuple[Check, ...] = (
      "{generator.min_replicas} engines can't be alive of {generator.replicas}; lower the one or raise the other"),
     (lambda c: c.sync.link == "lora" and not c.serves_adapters,
      '{sync.link} is for lora.rank above 0 with generator.engine = "vllm", not for {lora.rank} with '
-     "\"{=generator.engine}\"; leave sync.link out"),
+     '"{=generator.engine}"; use "auto"'),
     (lambda c: c.serves_adapters and c.sync.link not in ("lora", "auto"),
-     "{sync.link} can't bring adapters ({lora.rank}) to vLLM; leave sync.link out"),
+     "{sync.link} can't bring adapters ({lora.rank}) to vLLM; use \"auto\""),
     (lambda c: c.lora.targets and c.lora.target_pattern,
      "{lora.target_pattern} and {lora.targets} both name modules to adapt; leave one of them out"),
     (lambda c: c.lora.dropout and c.lora.experts,

@@ -131,11 +131,12 @@ class Cluster:
     def validate_engine_count(self, engines: int) -> None:
         """Raise `ConfigError` for a number of engines that the run can't have."""
         generator, pool = self._config.generator, self.generator
-        if not (pool.supervised and pool.begin) or self._colocation or self._placement.shared:
-            raise ConfigError(
-                "the number of engines can be changed in a run that has begun, for engines that it has started itself, "
-                "on CPUs or on GPUs that no other worker uses"
-            )
+        if self._colocation:
+            raise ConfigError('the number of engines can\'t be changed with sync.placement = "colocated"')
+        if self._placement.shared:
+            raise ConfigError("the number of engines can't be changed on a GPU that other workers use")
+        if not (pool.supervised and pool.begin):
+            raise ConfigError("the number of engines can be changed once a run has begun, if it started them itself")
         if engines < generator.min_replicas:
             raise ConfigError(f"engines = {engines} is less than generator.min_replicas = {generator.min_replicas}")
         gpus_of_engine(self._placement, engines - 1, assignable_gpus(self._config, engines))

@@ -183,8 +183,10 @@ async def _collect(
         calls = {n: w.report(n.name, n.gpus, places[n], folder.name, config) for n, w in workers.items()}
         reports, failed = await gather(calls, REPORT_TIMEOUT_S)
         for node, report in reports.items():
-            unseen = folder.exists() and not report.directory and not (folder / node.name).exists()
-            found.reports.append(replace(report, directory="is another directory there") if unseen else report)
+            where = report.directory if (folder / TOKEN).exists() else ""  # without the file there is a fault already
+            if folder.exists() and not where and not (folder / node.name).exists():
+                where = "is another directory there"
+            found.reports.append(replace(report, directory=where))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return failed

@@ -58,8 +58,10 @@ def facts(run: Run, shares: Shares | None, scoring: bool = True) -> Iterator[tup
         yield label, f"{count(tokens)} tokens", f"{rate} tokens/s{used} of the time since the first rollout"
     most, pauses = max(run.values("lag/max"), default=None), run.values("sync/pause_ms")
     paused = f"; {number(last.get('version'))} publishes paused engines {median(pauses):,.2f} ms each" if pauses else ""
-    lag = f"on average, at most {number(most)}{paused}"
-    yield "Lag", f"{number(_mean(run.values('lag/mean')), 2)} versions", lag
+    lag = f"on average over trained tokens, at most {number(most)}{paused}"
+    lags = [(m["lag/mean"], m.get("train/tokens", 1)) for m in run.metrics if m.get("lag/mean") is not None]
+    mean_lag = fmean(*zip(*lags, strict=True)) if any(tokens for _, tokens in lags) else None
+    yield "Lag", f"{number(mean_lag, 2)} versions", lag
     fates = [f"{number(last[key])} {text}" for fate, text in FATES if last.get(key := f"rollout/{fate}")]
     scored = _scoring(run) if scoring else ""
     yield "Rollouts", f"{number(last.get('rollout/generated'))} ended", ", ".join(fates) + scored

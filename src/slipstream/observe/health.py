@@ -172,10 +172,10 @@ def _no_signal(h: History) -> Measure:
 
 
 def _stale(h: History) -> Measure:
-    """Share of the rollouts that became too old to be trained on."""
-    dropped, all_ = h.growth("rollout/dropped_stale", LONG), h.growth("rollout/generated", LONG)
-    share, found = dropped / max(all_, 1), "of the rollouts were dropped as older than loop.max_lag"
-    return Measure(share, f"the lag is at its bound: {share:.0%} {found} = {h.option('loop.max_lag')}")
+    """Share of the rollouts that became too old to be trained on; 0 in a run that is synchronous now."""
+    dropped = h.growth("rollout/dropped_stale", LONG) if h.option("loop.max_lag") else 0.0
+    share, older = dropped / max(h.growth("rollout/generated", LONG), 1), f"loop.max_lag = {h.option('loop.max_lag')}"
+    return Measure(share, f"the lag is at its bound: {share:.0%} of the rollouts were dropped as older than {older}")
 
 
 def _waits(h: History) -> tuple[float, float, str]:
@@ -335,7 +335,7 @@ RULES = (  # the worst first
          "algorithm.filter_zero_advantage = true",
          follows=("score-falls", "large-updates", "entropy-collapse")),
     Rule("lag-bound", _stale, 0.1, 0.05, 1,
-         "Raise loop.max_lag, lower loop.buffer_size, or give generation more engines (generator.replicas)",
+         "Raise loop.max_lag, or give generation more engines (generator.replicas)",
          follows=("engine-lost", "slow-rewards")),
     Rule("trainer-idle", _trainer_idle, 0.6, 0.5, SHORT,
          f"Raise generator.replicas or loop.max_lag{WHILE_RUNNING}slipstream scale RUN N adds engines",

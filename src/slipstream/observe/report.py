@@ -87,11 +87,16 @@ def piped_console(console: Console | None = None) -> Console:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Options whose values differ between the runs, by "section.option"; a run without a value has the default."""
+    """Options whose values differ between the runs that have a configuration, by "section.option".
+
+    A run without a value has the default, and one without a configuration None.
+    """
     defaults = {option["name"]: option.get("default") for option in describe_options()}
     options = [run.options for run in runs]
-    values = {name: [o.get(name, defaults.get(name)) for o in options] for own in options for name in own}
-    return {name: row for name, row in values.items() if name not in UNCOMPARED and any(v != row[0] for v in row)}
+    names = dict.fromkeys(name for own in options for name in own if name not in UNCOMPARED)
+    rows = {name: [o.get(name, defaults.get(name)) if o else None for o in options] for name in names}
+    known = [place for place, own in enumerate(options) if own]
+    return {name: row for name, row in rows.items() if any(row[place] != row[known[0]] for place in known)}
 
 
 def print_comparison(runs: Sequence[Run], as_json: bool) -> None:
@@ -104,8 +109,10 @@ def print_comparison(runs: Sequence[Run], as_json: bool) -> None:
     console.print(_table(runs, {name: [run[name] for run in reached] for name in reached[0]}))
     shown = {name: ["–" if v is None else v if isinstance(v, str) else json.dumps(v) for v in row]
              for name, row in options.items()}  # fmt: skip
-    if len(runs) > 1:
-        console.print(_table(runs, shown) if options else "The configurations are equal.")
+    if options:
+        console.print(_table(runs, shown))
+    elif len(runs) > 1 and all(run.config for run in runs):
+        console.print("The configurations are equal.")
     for run in runs:
         for problem in run.problems:
             console.print(Text(f"{run.name}: {problem}", style="yellow"))
