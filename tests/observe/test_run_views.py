@@ -12,7 +12,7 @@ import pytest
 
 from slipstream import cli, load_run
 from slipstream.config.algorithm import AlgorithmConfig
-from slipstream.observe.figures import count
+from slipstream.observe.figures import count, figures
 from slipstream.observe.formatting import shorten
 from slipstream.observe.notebook import smooth, sparkline_svg
 from slipstream.observe.recorder import SCHEMA
@@ -130,6 +130,17 @@ def test_runs_are_compared(path: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert run_cli("compare", path, other) == 0
     said = capsys.readouterr().out
     assert "config.toml is missing" in said and "max_lag" not in said and "equal" not in said
+
+
+def test_rollouts_that_ended_after_the_last_step_count_once_there_is_a_summary_of_it(path: Path) -> None:
+    summary = {"steps": 2, "rollouts": {"generated": 40, "trained": 30, "failed": 3}, "failures": {"KeyError": 3}}
+    (path / "summary.json").write_text(json.dumps(summary))
+    run = load_run(path)
+    assert run.last["rollout/generated"] == 40 and run.last["reward/mean"] == 0.4
+    assert "40 ended, 30 trained on, 3 failed" in figures(run)["Rollouts"]
+    assert figures(run)["Faults"] == "3 rollouts failed: KeyError 3"
+    (path / "summary.json").write_text(json.dumps(summary | {"steps": 1}))
+    assert load_run(path).last["rollout/failed"] == 2, "a summary of an earlier stop"
 
 
 def test_a_notebook_shows_a_card_with_all_texts_escaped(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -42,7 +42,7 @@ def facts(run: Run, shares: Shares | None, scoring: bool = True) -> Iterator[tup
 
     `scoring`: whether times of scores are noted.
     """
-    last: Mapping[str, Any] = run.metrics[-1] if run.metrics else {}
+    last = run.last
     rewards, window = run.values("reward/mean"), last.get("time/window_s") or 0
     tenth = max(1, len(rewards) // 10)
     yield "Reward", arrow(_mean(rewards[:tenth]), _mean(rewards[-tenth:])), "first and last tenth of the steps"
@@ -70,7 +70,7 @@ def facts(run: Run, shares: Shares | None, scoring: bool = True) -> Iterator[tup
 def _environments(run: Run) -> Iterator[tuple[str, str, str]]:
     """First and last score of each environment of a run on several."""
     scores = [by_label(record, "eval/score") for record in run.evaluations]
-    last = run.metrics[-1] if run.metrics else {}
+    last = run.last
     for label in scores[0] if scores else ():
         tasks = by_label(run.evaluations[-1], "eval/tasks").get(label)
         rewards = run.values(f"environments/{label}/reward")
@@ -154,7 +154,7 @@ def name_engines(text: str) -> str:
 
 def faults(run: Run, found: Sequence[Record]) -> Iterator[str]:
     """What failed in the run, one line each. `found` are its warnings: those have the deaths of engines as details."""
-    last: Mapping[str, Any] = run.metrics[-1] if run.metrics else {}
+    last = run.last
     if not any(warning["detail"] for warning in found):
         yield from engines_lost(run)
     ends = {"kind": "fault", "track": CONTROLLER}

@@ -134,6 +134,15 @@ class Run:
         return read_summary(self.path)
 
     @property
+    def last(self) -> Record:
+        """The last record of `metrics.jsonl` or {}, with the rollout counts of a summary of the same step."""
+        last, summary = self.metrics[-1] if self.metrics else {}, self.summary
+        if not (counts := summary.get("rollouts")) or summary.get("steps") != last.get("step"):
+            return last
+        ended = {f"rollout/{fate}": count for fate, count in counts.items()}
+        return last | ended | {"rollout/failures": summary.get("failures")}
+
+    @property
     def state(self) -> str:
         """ "running", "complete", "stopped", or "dead" for a run that ended without a summary."""
         try:
