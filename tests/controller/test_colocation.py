@@ -284,14 +284,17 @@ class SharedGpu:
 
 
 class Pool:
+    """A pool whose clock counts its calls."""
+
     def __init__(self, engine: SharedGpu) -> None:
-        self.engine, self.paused = engine, False
+        self.engine, self.paused, self.time = engine, False, 0.0
 
     async def call_all(self, call: Any, doing: str) -> None:
         await call(self.engine)
 
     def now(self) -> float:
-        return 0.0
+        self.time += 1.0
+        return self.time
 
     def pause(self) -> None:
         self.paused = True
@@ -312,6 +315,8 @@ def test_engines_stay_awake_once_steps_fit_beside_them(in_place: bool) -> None:
                 shared.calls.append(("step", pool.paused))
                 await scheduler.before_publish(in_place)
                 shared.calls.append(("publish", pool.paused))
+                stopped = pool.time if pool.paused else 90.0
+                assert scheduler.pauses_from_sleep([("engine 0", 90.0, 91.0)]) == [("engine 0", stopped, 91.0)]
             assert not pool.paused and set(scheduler.seconds) == {*PARTS, "turn"}
             found.append(shared.calls)
             shared.calls = []

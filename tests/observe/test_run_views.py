@@ -132,6 +132,15 @@ def test_runs_are_compared(path: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "config.toml is missing" in said and "max_lag" not in said and "equal" not in said
 
 
+def test_the_mean_lag_is_that_of_the_trained_tokens(path: Path) -> None:
+    lags = {"step": 1, "lag/mean": 1.0, "train/tokens": 300}, {"step": 2, "lag/mean": 2.0, "train/tokens": 100}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lags))
+    assert figures(load_run(path))["Lag"].startswith("1.25 versions, ")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "lag/mean": "NaN", "train/tokens": None}) + "\n")
+    assert figures(load_run(path))["Lag"].startswith("1.25 versions, ")
+
+
 def test_rollouts_that_ended_after_the_last_step_count_once_there_is_a_summary_of_it(path: Path) -> None:
     summary = {"steps": 2, "rollouts": {"generated": 40, "trained": 30, "failed": 3}, "failures": {"KeyError": 3}}
     (path / "summary.json").write_text(json.dumps(summary))

@@ -144,6 +144,16 @@ class Echo(Worker):
         print("closed", flush=True)
 
 
+class SlowToClose(Echo):
+    """A worker that needs more than `orphan_grace_s` to close."""
+
+    orphan_grace_s = 0.2
+
+    def close(self) -> None:
+        time.sleep(1)
+        Path(self._prefix).touch()
+
+
 class Failing(Worker):
     """A worker whose background work raises."""
 
@@ -403,6 +413,19 @@ def test_a_death_is_reported_although_no_thread_can_start(tmp_path: Path, monkey
     asyncio.run(main())
 
 
+def test_a_stopped_worker_has_the_time_that_the_controller_gives_it(tmp_path: Path) -> None:
+    """A worker whose controller is alive is no orphan."""
+    closed = tmp_path / "closed"
+
+    async def main() -> None:
+        process = WorkerProcess("echo", tmp_path / "echo.log")
+        await process.start(SlowToClose, "tests.runtime.test_worker:SlowToClose", str(closed))
+        await process.stop(grace=60.0)
+
+    asyncio.run(main())
+    assert closed.exists()
+
+
 @pytest.mark.parametrize("blocked", [False, True])
 def test_no_process_outlives_its_controller(blocked: bool, tmp_path: Path) -> None:
     """Worker processes end when their controller is killed, also one whose event loop is blocked."""
@@ -424,7 +447,7 @@ def test_no_process_outlives_its_controller(blocked: bool, tmp_path: Path) -> No
     )
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     pid = int(killed.stdout)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 20
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.02)
     assert not alive(pid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -135,9 +136,16 @@ def test_a_directory_that_a_node_does_not_see_is_a_fault(tmp_path: Path) -> None
     assert "is not there" in fault.text
 
 
-def test_a_directory_that_cannot_be_written_is_one_fault() -> None:
+def test_a_directory_that_cannot_be_written_is_one_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [fault] = asyncio.run(examine(Runtime(), None, Path("/proc/self"))).faults
     assert fault.check == "run directory" and fault.text.startswith("/proc/self can't be written (")
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    [fault] = asyncio.run(examine(Runtime(), None, tmp_path)).faults
+    assert fault.text.startswith(f"{tmp_path} can't be written (No space left on device)")
 
 
 def test_faults_end_a_run_in_one_line_each(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

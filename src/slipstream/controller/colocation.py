@@ -27,7 +27,7 @@ class ColocatedScheduler:
     def __init__(self, trainer: TrainerWorker, pool: GeneratorPool) -> None:
         self._trainer, self._pool = trainer, pool
         self._asleep: tuple[str, ...] = ()  # tags of what sleeping engines lack; empty while they are awake
-        self._stopped = 0.0  # when they last stopped to sample, on the pool's clock
+        self._stopped = 0.0  # when they last stopped sampling, on the pool's clock
         self._fits = False  # whether the GPUs hold a step and the engines together
         self.seconds: dict[str, float] = {}
 
@@ -66,8 +66,11 @@ class ColocatedScheduler:
         elif in_place and not self._asleep:
             await self._sleep(PAUSE)
 
-    def whole_pauses(self, pauses: Sequence[Pause]) -> list[Pause]:
-        """Pauses of the publish in this turn, from the time at which the engines stopped to sample, if they did."""
+    def pauses_from_sleep(self, pauses: Sequence[Pause]) -> list[Pause]:
+        """Pauses of the publish in this turn, from the time at which the engines stopped sampling, if they did.
+
+        They end at the swap, before the wake-up.
+        """
         return [(track, min(start, self._stopped) if self._asleep else start, end) for track, start, end in pauses]
 
     async def _sleep(self, level: int) -> None:

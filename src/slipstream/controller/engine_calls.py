@@ -26,13 +26,13 @@ class NotServed(PublishError):
     """A version did not arrive, or its swap was rolled back: the engine serves the version before it."""
 
 
-async def prepare_version(engine: EngineReplica, handle: PublishHandle, writes: int | None = None) -> None:
+async def prepare_version(engine: EngineReplica, handle: PublishHandle, written: int | None = None) -> None:
     """Let an engine receive a version. Raises `NotServed` if it did not arrive.
 
-    An engine that `writes` this version into the served weights is quarantined: it holds a mixture of versions.
+    `written` is the version that this writes into the served weights, if it does. The engine is quarantined before.
     """
-    if writes is not None:
-        engine.quarantine(writes)
+    if written is not None:
+        engine.quarantine(written)
     if why := await engine.worker.prepare(handle):
         raise NotServed(f"{engine.process.name}: {why}")
 

@@ -136,7 +136,9 @@ class Cluster:
         if self._placement.shared:
             raise ConfigError("the number of engines can't be changed on a GPU that other workers use")
         if not (pool.supervised and pool.begin):
-            raise ConfigError("the number of engines can be changed once a run has begun, if it started them itself")
+            raise ConfigError(
+                "the number of engines can be changed once a run has begun, and if the run started its engines"
+            )
         if engines < generator.min_replicas:
             raise ConfigError(f"engines = {engines} is less than generator.min_replicas = {generator.min_replicas}")
         gpus_of_engine(self._placement, engines - 1, assignable_gpus(self._config, engines))

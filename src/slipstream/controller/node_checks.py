@@ -175,16 +175,17 @@ async def _collect(
     folder = directory / f".doctor-{uuid.uuid4().hex}"
     try:
         folder.mkdir()
-        (folder / TOKEN).write_text(TOKEN)
+        written = (folder / TOKEN).write_text(TOKEN) > 0
     except OSError as error:
+        written = False
         found.add("run directory", f"{directory} can't be written ({error.strerror}); name another")
     try:
         places = {node: str(elsewhere.get(node.name, directory)) for node in workers}
         calls = {n: w.report(n.name, n.gpus, places[n], folder.name, config) for n, w in workers.items()}
         reports, failed = await gather(calls, REPORT_TIMEOUT_S)
         for node, report in reports.items():
-            where = report.directory if (folder / TOKEN).exists() else ""  # without the file there is a fault already
-            if folder.exists() and not where and not (folder / node.name).exists():
+            where = report.directory if written else ""  # else there is a fault already
+            if written and not where and not (folder / node.name).exists():
                 where = "is another directory there"
             found.reports.append(replace(report, directory=where))
     finally:

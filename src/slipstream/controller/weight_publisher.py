@@ -160,7 +160,7 @@ class WeightPublisher:
                     generator.terminate(f"{generator.process.name} was removed from the pool: {error}")
             raise
         lost, self._lost = tuple(self._lost), []
-        pauses = self._turns.whole_pauses(pauses) if self._turns else pauses
+        pauses = self._turns.pauses_from_sleep(pauses) if self._turns else pauses
         longest, total = max(end - start for _, start, end in pauses), self._pool.now() - began
         return PublishStats(
             version, longest, sending, ready - began, total, lost, began, tuple(pauses),
@@ -182,9 +182,9 @@ class WeightPublisher:
     async def _connect_ends(self) -> None:
         """Connect the trainer to all members of the pool."""
         self._in_transfer, self._next_rank = True, 1
-        self._connection_info = await self._trainer.open_link(sum(g.ranks for g in self._members))
-        self._names = list(shapes := self._connection_info["shapes"])
-        self._travel = sum(map(math.prod, shapes.values())) * BYTES_PER_PARAMETER / MIN_BYTES_PER_S
+        self._connection_info = info = await self._trainer.open_link(sum(g.ranks for g in self._members))
+        self._names = list(info["shapes"])
+        self._travel = sum(map(math.prod, info["shapes"].values())) * BYTES_PER_PARAMETER / MIN_BYTES_PER_S
         connecting = asyncio.ensure_future(gather_all(self._connect(self._members)))
         connecting.add_done_callback(succeeded)  # an error of the trainer takes precedence
         try:
@@ -304,9 +304,9 @@ class WeightPublisher:
     ) -> tuple[list[Pause], float, float]:
         """Every member receives the whole version before the first one swaps. Returns as `_try_publish`."""
         self._sending, self._in_transfer = self._sender.collective or self._sender.receives_in_place, True
-        writes = version if self._sender.receives_in_place and not self._sender.collective else None  # else `swap` does
+        written = version if self._sender.receives_in_place and not self._sender.collective else None  # by `prepare`
         prepares = self._call_members(
-            lambda g: prepare_version(g, publish_handle, writes), f"receive version {version}",
+            lambda g: prepare_version(g, publish_handle, written), f"receive version {version}",
             lambda: self._sender.collective and not free.is_set(),
         )  # fmt: skip
         await receive_while_sending(sent, prepares)

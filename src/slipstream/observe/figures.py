@@ -59,12 +59,18 @@ def facts(run: Run, shares: Shares | None, scoring: bool = True) -> Iterator[tup
     most, pauses = max(run.values("lag/max"), default=None), run.values("sync/pause_ms")
     paused = f"; {number(last.get('version'))} publishes paused engines {median(pauses):,.2f} ms each" if pauses else ""
     lag = f"on average over trained tokens, at most {number(most)}{paused}"
-    lags = [(m["lag/mean"], m.get("train/tokens", 1)) for m in run.metrics if m.get("lag/mean") is not None]
-    mean_lag = fmean(*zip(*lags, strict=True)) if any(tokens for _, tokens in lags) else None
-    yield "Lag", f"{number(mean_lag, 2)} versions", lag
+    yield "Lag", f"{number(_mean_lag(run), 2)} versions", lag
     fates = [f"{number(last[key])} {text}" for fate, text in FATES if last.get(key := f"rollout/{fate}")]
     scored = _scoring(run) if scoring else ""
     yield "Rollouts", f"{number(last.get('rollout/generated'))} ended", ", ".join(fates) + scored
+
+
+def _mean_lag(run: Run) -> float | None:
+    """The mean lag of all trained tokens, as in the summary; of all steps if their tokens are not recorded."""
+    steps = [m for m in run.metrics if is_finite(m.get("lag/mean"))]
+    tokens = [m["train/tokens"] if is_finite(m.get("train/tokens")) else 0 for m in steps]
+    lags = [m["lag/mean"] for m in steps]
+    return fmean(lags, tokens) if any(tokens) else _mean(lags)
 
 
 def _environments(run: Run) -> Iterator[tuple[str, str, str]]:

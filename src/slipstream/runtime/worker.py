@@ -40,8 +40,9 @@ class Worker:
     """Base class of workers; a user's class with the same methods works as well.
 
     `progress` counts work units (tokens, micro-batches, bytes) and grows during long calls: a worker that has pending
-    calls and whose count stays the same for `runtime.progress_timeout` is hung. A worker that has not ended
-    `orphan_grace_s` after its controller is killed: a trainer rank may wait for another that is gone, and hold its GPU.
+    calls and whose count stays the same for `runtime.progress_timeout` is hung. A worker that runs
+    `orphan_grace_s` after the death of its controller is killed: a rank may wait for another that is gone, and hold its
+    GPU.
     """
 
     orphan_grace_s = 5.0

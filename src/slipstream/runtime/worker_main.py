@@ -35,6 +35,7 @@ LOG = "SLIPSTREAM_LOG"  # environment variable: the log of a prestarted worker, 
 VISIBLE, CUDA_NOT_INITIALIZED = "CUDA_VISIBLE_DEVICES", 3  # the latter is an error code of the driver
 HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `unshared_bytes`
 START = 0  # number of the first call, which builds the worker
+STOP_GRACE_S = 30.0  # more than any grace of `WorkerProcess.stop`, after which a live controller kills the worker
 Call = tuple[int, str | None, Any]  # number, method (None cancels the call), serialized arguments
 
 
@@ -50,6 +51,7 @@ class WorkerServer:
         self._background: asyncio.Future[Any] | None = None
         self._ending = asyncio.Event()  # the controller is gone, or the background work has failed
         self._closed = threading.Event()
+        self._parent = os.getppid()
 
     async def serve(self) -> None:
         """Run calls until the controller is gone. Raises what the worker's background work raises."""
@@ -87,8 +89,11 @@ class WorkerServer:
                 self._loop.call_soon_threadsafe(self._begin_all, calls)
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._ending.set)
-        if not self._closed.wait(getattr(self._worker, "orphan_grace_s", Worker.orphan_grace_s)):
-            end_process_group()
+        grace = getattr(self._worker, "orphan_grace_s", Worker.orphan_grace_s)
+        if not self._closed.wait(grace):
+            stopping = os.getppid() == self._parent  # on Ray that is not the controller
+            if not stopping or not self._closed.wait(STOP_GRACE_S - grace):
+                end_process_group()
 
     def _complete(self, call: Call) -> Call:
         """A call with its arguments, which follow in pieces if it has only their number."""
