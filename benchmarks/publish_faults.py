@@ -10,7 +10,8 @@ between engines and trainer); a byte of a served tensor is flipped during or aft
 base than it has, or has no memory for a version; two publishes overlap; the clocks of an engine and of this process are
 set back by an hour; the trainer is killed, and its successor publishes the next version. An engine that died is
 replaced, and joins while further versions are published; the next fault waits until it has joined. `Lora` publishes
-adapters to two vLLM engines, which fetch them through the proxy.
+adapters to two vLLM engines, which fetch them through the proxy. `Handover` is colocated placement: the trainer writes
+into the served weights of engines, which sleep in the first half of the publishes and only pause in the second.
 
 Every completion is checked in this process against the values that the trainer had for the version that each span
 names: the log-probability of each token must be the same. A fault has ended when every engine serves the newest
@@ -33,6 +34,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +67,10 @@ KINDS = {
     "Delta": COMMON | {"stop": 8, "overlap": 8} | WIRE | {"wrong base": 8, "flip during swap": 8, "no memory": 8},
     "Checkpoint": COMMON, "Shared": COMMON, "Nccl": COMMON,
     "Lora": WIRE | {"kill": 1, "stop": 8, "overlap": 8},
+    "Handover": {"kill": 8, "stop": 8, "overlap": 8},
 }  # fmt: skip
 BY_ENGINES = ("wrong base", "flip after swap", "flip during swap", "no memory", "clock set back")
-SHARES = {"Delta": 0.6, "Checkpoint": 0.135, "Shared": 0.135, "Nccl": 0.03, "Lora": 0.1}
+SHARES = {"Delta": 0.6, "Checkpoint": 0.135, "Shared": 0.135, "Nccl": 0.03, "Lora": 0.1, "Handover": 0.1}
 
 
 def take(order: str) -> bool:
@@ -272,6 +275,7 @@ class Faults:
         self._changing = asyncio.Lock()  # of the weights, which a publish may be reading
         self.replaced, self.failed_publishes = 0, 0
         self._tasks: list[asyncio.Task[Any]] = []
+        self._turns: Any = cluster._colocation
 
     def _use_trainer(self) -> None:
         self._trainer: Any = handle(Trainer, self._cluster.trainer_process)
@@ -287,7 +291,9 @@ class Faults:
                        for i in range(CLIENTS))]  # fmt: skip
         plan = [*kinds, *self._rng.choices([*kinds], [*kinds.values()], k=count)][:count]
         back: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for kind in plan:
+        for place, kind in enumerate(plan):
+            if self._turns and place == count // 2:
+                await self._stay_awake()
             back[kind].append(await self._inject(kind))
             for task in self._tasks:
                 if task.done():
@@ -339,6 +345,12 @@ class Faults:
             await asyncio.sleep(0.005)
         return time.monotonic() - began
 
+    async def _stay_awake(self) -> None:
+        """Let colocated engines only pause from now on, as if the trainer's steps fit beside them."""
+        async with self._changing:
+            await self._trainer.onload()
+            self._turns._fits = True
+
     async def _kill_trainer(self, publishing: asyncio.Future[None]) -> None:
         """Kill the trainer during a publish, and let its successor publish to the engines, which stay."""
         os.kill(self._cluster.trainer_ranks[0].process.pid, signal.SIGKILL)  # type: ignore[union-attr]
@@ -362,17 +374,23 @@ class Faults:
 
     async def _publish(self) -> None:
         """Change the weights and publish them. Changes wait for an earlier publish, as a run's steps do."""
-        async with self._changing:
+        async with self._changing, self._turn():
             self.version += 1
             version, free = self.version, asyncio.Event()
             await self._trainer.change(version, 3.0)
             self._oracle.values[version] = await self._trainer.values()
             self._oracle.values.pop(version - 200, None)
             publishing = asyncio.ensure_future(self._publisher.publish(version, "", free))
+            if self._turns:
+                await publishing
             freed = asyncio.ensure_future(free.wait())
             await asyncio.wait((publishing, freed), return_when=asyncio.FIRST_COMPLETED)
             freed.cancel()
         await publishing
+
+    def _turn(self) -> AbstractAsyncContextManager[None]:
+        """The turn of a colocated trainer."""
+        return self._cluster.trainer_turn(publishes=True) if self._turns else contextlib.nullcontext()
 
     async def _client(self, number: int) -> None:
         rng = random.Random(number)
@@ -399,7 +417,8 @@ class Faults:
         successor.started = True
         await self._publisher.join(successor)
         with contextlib.suppress(WorkerError):
-            await self._publisher.publish_again(self.version)
+            async with self._turn():
+                await self._publisher.publish_again(self.version)
 
 
 async def measure(
@@ -409,6 +428,8 @@ async def measure(
     orders.mkdir()
     os.environ[ORDERS] = str(orders)
     engines = [f"--sync.link={__file__}:{link}", "--sync.in_flight=recompute", "--generator.replicas=3"]
+    if link == "Handover":
+        engines = ["--sync.placement=colocated", "--sync.in_flight=recompute", "--generator.replicas=3"]
     if link == "Lora":
         engines = ["--sync.interface=lo",  # as on another host, so that engines fetch adapters
                    "--sync.link=lora", "--sync.in_flight=retry", "--generator.engine=vllm", "--generator.replicas=2",
