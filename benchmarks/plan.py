@@ -29,7 +29,7 @@ from typing import Any
 from work import SHAPES as WORK_SHAPES
 from work import conditions
 
-from slipstream.plan.costs import SHARED_SLOWDOWN, EngineCost, PublishCost, TrainerCost
+from slipstream.plan.costs import SHARED_SLOWDOWN, EngineCost, PublishCost, TrainerCost, turn_cost
 from slipstream.plan.engine import Request, SimulatedEngine
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
 from slipstream.plan.ranking import rank, simulated_figures
@@ -139,9 +139,8 @@ def predict(problem: Problem, split: Split, record: dict[str, Any]) -> Figures:
     if split.placement == "colocated":
         scenario = replace(scenario, first_step_s=0.0, overlaps=not record["onload_s"])
     if problem.rates.measured_decode and split.placement == "colocated":
-        turn = record["publish_and_rest_s"]  # which only pauses engines that stay awake
-        hold, pause = (0.0, turn) if scenario.overlaps else (turn, 0.0)
-        publish = replace(scenario.publish, transfer=record["ready_s"], hold=hold, pause=pause)
+        link, overlaps = scenario.publish.link, scenario.overlaps
+        publish = turn_cost(link, record["ready_s"], record["publish_and_rest_s"], overlaps)
         scenario = replace(scenario, publish=publish)
     return simulated_figures(scenario, len(record["each"]) - record["steps"])
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config.schema import Config, ConfigError
-from slipstream.plan.costs import SHARED_SLOWDOWN, EngineCost, PublishCost, TrainerCost
+from slipstream.plan.costs import SHARED_SLOWDOWN, EngineCost, PublishCost, TrainerCost, turn_cost
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
 from slipstream.plan.scenario import Scenario
 from slipstream.plan.shapes import Shape
@@ -252,15 +252,14 @@ def scenario_of_run(found: Fit, config: Config, shape: Shape, most: int = 40) ->
         found.turns, found.tool, found.tool_tokens, max_concurrent=config.environment.max_concurrent,
     )  # fmt: skip
     cluster = Cluster(find_gpu("h100"), 8)  # whose rates the fitted ones replace
-    hold, pause = 0.0, found.pause_s
-    if colocated:  # a turn, which only pauses engines that stay awake
-        turn = found.rates.step_overhead_s
-        hold, pause = (0.0, turn) if found.overlaps else (turn, 0.0)
+    if colocated:
+        publish = turn_cost(sync.link, found.transfer_s, found.rates.step_overhead_s, found.overlaps)
+    else:
+        publish = PublishCost(sync.link, found.transfer_s, 0.0, found.pause_s, 0.0)
     return Scenario(
         work, EngineCost(shape, cluster, found.rates, engines.gpus_per_engine),
         TrainerCost(shape, cluster, found.rates, work, config.trainer.ranks),
-        PublishCost(sync.link, found.transfer_s, hold, pause, 0.0),
-        engines.replicas, engines.max_num_seqs, math.inf, loop.max_lag,
+        publish, engines.replicas, engines.max_num_seqs, math.inf, loop.max_lag,
         sync.link if sync.link == "single_copy" else sync.placement, sync.in_flight,
         loop.force_max_lag, loop.buffer_size, overlaps=found.overlaps, shared_slowdown=found.slowdown,
         step_overhead_s=0.0 if colocated else found.rates.step_overhead_s, continues=loop.steps > most,

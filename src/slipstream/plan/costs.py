@@ -337,8 +337,7 @@ def colocated_turn_cost(trainer: TrainerCost, free: float, overlaps: bool) -> Pu
     """The cost of a turn of a colocated trainer apart from its step: sleep and wake-up of engines, and copies.
 
     Engines leave `free` bytes of each GPU. State that does not fit there goes to the host and back. Each rank gathers
-    the weights, and engines copy them. A turn that `overlaps` with generation stops both sides only for that, which is
-    the `pause`. Another one stops engines in any case, so its `pause` is 0.
+    the weights, and engines copy them. A turn that `overlaps` with generation consists of that alone.
     """
     shape, cluster, rank = trainer.shape, trainer.cluster, trainer.work.lora_rank
     size, state = BF16 * trainer.trained, trainer.lasting_state
@@ -347,8 +346,17 @@ def colocated_turn_cost(trainer: TrainerCost, free: float, overlaps: bool) -> Pu
     gathered = BF16 * (trainer.trained - trainer.own_trained) / trainer.link
     given = gathered + 4 * size / (cluster.gpu.bandwidth * trainer.rates.bandwidth)
     moved = 2 * max(0.0, state + TURN_RESERVE - free) / PINNED
-    hold, pause = (0.0, given) if overlaps else (TURN_S + moved + given, 0.0)
-    return PublishCost("lora" if rank else "shared", given, hold, pause, 0.0)
+    return turn_cost("lora" if rank else "shared", given, given if overlaps else TURN_S + moved + given, overlaps)
+
+
+def turn_cost(link: str, transfer: float, seconds: float, overlaps: bool) -> PublishCost:
+    """The cost of a turn that takes `seconds` apart from its step.
+
+    A turn that `overlaps` with generation pauses engines for that time. In another one they sleep in any case, and only
+    the trainer is held.
+    """
+    hold, pause = (0.0, seconds) if overlaps else (seconds, 0.0)
+    return PublishCost(link, transfer, hold, pause, 0.0)
 
 
 @cache
