@@ -427,9 +427,8 @@ async def measure(
     orders = scratch / f"orders {link}"
     orders.mkdir()
     os.environ[ORDERS] = str(orders)
-    engines = [f"--sync.link={__file__}:{link}", "--sync.in_flight=recompute", "--generator.replicas=3"]
-    if link == "Handover":
-        engines = ["--sync.placement=colocated", "--sync.in_flight=recompute", "--generator.replicas=3"]
+    chosen = "--sync.placement=colocated" if link == "Handover" else f"--sync.link={__file__}:{link}"
+    engines = [chosen, "--sync.in_flight=recompute", "--generator.replicas=3"]
     if link == "Lora":
         engines = ["--sync.interface=lo",  # as on another host, so that engines fetch adapters
                    "--sync.link=lora", "--sync.in_flight=retry", "--generator.engine=vllm", "--generator.replicas=2",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from slipstream.config.loading import load_config
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller import weight_publisher
 from slipstream.controller.colocation import PARTS, ColocatedScheduler
+from slipstream.controller.engine_calls import prepare_version, swap_version
 from slipstream.controller.launch import Cluster
+from slipstream.generators.pool import EngineReplica
 from slipstream.generators.torch.engine import Engine
 from slipstream.rollout import Batch, Completion, Sampling
 from slipstream.run import resume, train
 from slipstream.runtime.worker import WorkerDied, WorkerError
 from tests.conftest import build_model
-from tests.generators.vllm.test_engine import logprobs_of
+from tests.generators.vllm.test_engine import assert_drawn_by
 from tests.processes import changing, module_for_processes
 
 RECORDING = """
@@ -347,27 +350,17 @@ def test_incompatible_options_are_refused(flags: list[str], said: str, tiny: Pat
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-PUBLISHING = "--generator.replicas=3", "--trainer.kind=slipstream.tools.verify:PerturbingTrainer", "--loop.max_lag=2"
-
-
-def fails_at(part: str, monkeypatch: pytest.MonkeyPatch, how: Callable[[Any], None]) -> None:
-    """Let `how(engine)` happen after an engine's `prepare_version`, or before its `swap_version`, in the publish."""
-    real = getattr(weight_publisher, part)
-
-    async def call(engine: Any, *arguments: Any) -> Any:
-        if part == "swap_version":
-            how(engine)
-        result = await real(engine, *arguments)
-        if part == "prepare_version":
-            how(engine)
-        return result
-
-    monkeypatch.setattr(weight_publisher, part, call)
-
-
-def score_difference(weights: Path, completion: Completion) -> float:
-    """The largest difference of recorded log-probabilities from those of a forward pass of these weights."""
-    return float((logprobs_of(weights, completion) - torch.tensor(completion.logprobs)).abs().max())
+@asynccontextmanager
+async def three_engines(model: Path, directory: Path) -> AsyncIterator[tuple[Cluster, list[EngineReplica]]]:
+    """A colocated run with version 0 in all engines, which are replaced if they die."""
+    flags = ["--generator.replicas=3", "--trainer.kind=slipstream.tools.verify:PerturbingTrainer", "--loop.max_lag=2"]
+    pools = await Cluster.start(config_of(model, COLOCATED, *flags), directory)
+    pools.generator.supervised = True
+    try:
+        await pools.link.connect(0)
+        yield pools, list(pools.generator.generators)
+    finally:
+        await pools.close()
 
 
 def test_engines_keep_the_version_that_they_received_if_one_of_them_dies(
@@ -376,23 +369,23 @@ def test_engines_keep_the_version_that_they_received_if_one_of_them_dies(
     """One dies before its swap, when the served weights of all of them have been written."""
 
     async def main() -> None:
-        pools = await Cluster.start(config_of(patient, COLOCATED, *PUBLISHING), tmp_path)
-        trainer, (first, *others) = changing(pools), pools.generator.generators
-        pools.generator.supervised = True
-        try:
-            await pools.link.connect(0)
-            fails_at("swap_version", monkeypatch, lambda engine: engine is first and engine.terminate("killed"))
+        async with three_engines(patient, tmp_path) as (pools, (first, *others)):
+
+            async def swap(engine: EngineReplica, *arguments: Any) -> Any:
+                if engine is first:
+                    engine.terminate("killed")
+                return await swap_version(engine, *arguments)
+
+            monkeypatch.setattr(weight_publisher, "swap_version", swap)
             async with pools.trainer_turn(publishes=True):
-                await trainer.change(1)
+                await changing(pools).change(1)
                 stats = await pools.link.publish(1)
-                await trainer.store(tmp_path / "1")
+                await changing(pools).store(tmp_path / "1")
             assert len(stats.engines_lost) == 1 and [engine.version for engine in others] == [1, 1]
             for engine in others:
                 completion = await engine.generate([5, 6, 7], Sampling(max_tokens=20))
                 assert completion.versions == (1, 1)
-                assert score_difference(tmp_path / "1", completion) < 1e-4
-        finally:
-            await pools.close()
+                assert_drawn_by(tmp_path / "1", completion)
 
     asyncio.run(main())
 
@@ -403,24 +396,19 @@ def test_engines_with_a_part_of_a_version_are_terminated(
     """All fail to receive it: one dies, and the others report an error after their served weights have been written."""
 
     async def main() -> None:
-        pools = await Cluster.start(config_of(tiny, COLOCATED, *PUBLISHING), tmp_path)
-        trainer, (first, *others) = changing(pools), pools.generator.generators
-        pools.generator.supervised = True
+        async with three_engines(tiny, tmp_path) as (pools, (first, *others)):
 
-        def fail(engine: Any) -> None:
-            if engine is first:
-                raise engine.terminate("killed")
-            raise WorkerError("no memory", "OSError", "")
+            async def prepare(engine: EngineReplica, *arguments: Any) -> None:
+                await prepare_version(engine, *arguments)
+                if engine is first:
+                    raise engine.terminate("killed")
+                raise WorkerError("no memory", "OSError", "")
 
-        try:
-            await pools.link.connect(0)
-            fails_at("prepare_version", monkeypatch, fail)
+            monkeypatch.setattr(weight_publisher, "prepare_version", prepare)
             async with pools.trainer_turn(publishes=True):
-                await trainer.change(1)
+                await changing(pools).change(1)
                 with pytest.raises((WorkerError, WorkerDied)):
                     await pools.link.publish(1)
                 assert not any(engine.alive for engine in others)
-        finally:
-            await pools.close()
 
     asyncio.run(main())

@@ -94,9 +94,9 @@ class Ledger:
         self.streams[environment].retired.update(tasks)
 
     def ready(self, visit_id: int, *, rollouts: int, failures: Sequence[str] = (), success: float = 0.0) -> None:
-        """The visit's group is complete: `rollouts` members to train on, and reasons of those that failed.
+        """The visit's group is complete, with this number of `rollouts` to train on.
 
-        `success`, from 0 to 1, is counted for the curriculum.
+        `failures` has the reason of each rollout that failed. `success`, from 0 to 1, is counted for the curriculum.
         """
         visit = self._expect(visit_id, State.RUNNING)
         self._set_state(visit, State.READY)

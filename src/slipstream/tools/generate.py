@@ -28,7 +28,7 @@ def generate(config: Config, prompts: Sequence[str]) -> list[str]:
     """Complete each prompt, sampling as evaluations do. Returns prompts with their completions.
 
     With a chat template each prompt is sent as a user's message, and the reply follows on the next line. The embedded
-    engine in this process serves each model that it supports, whatever `generator.engine` is. Other models need
+    engine in this process serves all models that it supports, and ignores `generator.engine`. Other models need
     `generator.engine = "vllm"`. Raises `ConfigError`, and as `Generator.generate`.
     """
     embedded = model_type(config.lora.path or config.model.path) in MODEL_TYPES
