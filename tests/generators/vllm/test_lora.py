@@ -144,6 +144,21 @@ def test_sequences_that_sleep_across_a_swap_finish_on_their_adapter(served: Serv
     assert served.drew(found["old"])
 
 
+def test_queued_sequences_use_the_newest_adapter(served: Served) -> None:
+    """vLLM samples 8 sequences at a time; of 11 the last 3 have no token at the swap."""
+    served.publish()
+    before = served.engine.tokens_discarded
+    for number in range(11):
+        served.engine.submit(number, [5, 6, 7 + number], Sampling(max_tokens=LONG))
+    while served.engine.longest_in_flight() < 5:
+        served.engine.step()
+    served.publish()
+    found = served.finish()
+    assert [found[number].versions[0] for number in range(11)] == [served.version - 1] * 8 + [served.version] * 3
+    assert [served.drew(found[number]) for number in range(11)] == [False] * 8 + [True] * 3
+    assert served.engine.tokens_discarded == before
+
+
 def test_an_unreadable_adapter_is_reported_and_the_old_one_is_still_served(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

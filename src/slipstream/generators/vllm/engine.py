@@ -233,14 +233,17 @@ class VllmEngine:
         return counts_before
 
     def _requeue_for_adapters(self, adapters: AdapterWeights, how: Interruption) -> None:
-        """Restart sequences on the new adapter: all with "retry", else those of adapters beyond the limit.
+        """Restart sequences on the new adapter: those without a token, which vLLM queued for their old adapter, and all
+        others with "retry", else those of adapters beyond the limit.
 
         Other sequences keep the adapter that they started with.
         """
+        counts = self._count_tokens()
+        for request in [request for request, tokens in counts.items() if not tokens]:
+            self._requeue(request)
+            del counts[request]
         excess = adapters.excess_adapters()
-        if how != "retry" and not excess:
-            return
-        for request, tokens in self._count_tokens().items():
+        for request, tokens in counts.items():
             if how == "retry" or request.adapter in excess:
                 self.tokens_discarded += tokens
                 self._requeue(request)
