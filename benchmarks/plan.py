@@ -111,7 +111,10 @@ def setting(record: dict[str, Any]) -> tuple[Problem, Split]:
     most, spread = number("sampling.max_tokens"), float(given["environment.options"].split("spread=")[1].rstrip("}"))
     # With a spread the median is a quarter of the limit.
     mean = most / 4 * math.exp(spread**2 / 2) if spread else most
-    work = Workload(Lengths(128), Lengths(mean, spread, most), number("loop.groups_per_step"), 8, len(record["each"]))
+    work = Workload(
+        Lengths(128), Lengths(mean, spread, most), number("loop.groups_per_step"), 8, len(record["each"]),
+        lora_rank=number("lora.rank", 0),
+    )  # fmt: skip
     gpu = find_gpu("h100" if "H100" in record["device"] else "h200")
     single, apart = given["sync.link"] == "single_copy", given.get("sync.placement", "disaggregated")
     split = Split(

@@ -1,17 +1,21 @@
-"""The cost of a publish by each link that the planner considers."""
+"""The costs of a publish by each link that the planner considers, and of an engine's adapters."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.plan.costs import PublishCost, changed_fraction, publish_cost
+from slipstream.plan.costs import EngineCost, PublishCost, changed_fraction, publish_cost
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
 from slipstream.plan.shapes import BF16, find_shape
 from tests.plan.cases import work
 
 SHAPE = find_shape("7B")
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 SLOW = 125e6  # bytes/s: 1 Gbit/s
 
 
@@ -43,3 +47,16 @@ def test_predicted_changes_grow_with_rate_and_steps() -> None:
     assert all(row == sorted(row) for row in table)
     assert all(list(column) == sorted(column) for column in zip(*table, strict=True))
     assert table[0][0] > 0 and table[-1][-1] <= 1
+
+
+@pytest.mark.parametrize("model", ["1.7B", "8B"])
+def test_adapters_take_the_time_of_their_kernels(model: str) -> None:
+    """As measured for steps of 256 sequences; a prefill takes the time of as many tokens without launches."""
+    measured = json.loads((RESULTS / "adapter_kernels_h200.json").read_text())["results"]
+    shape = find_shape(model)
+    layer = sum(row["us"] for row in measured if row["shape"] == model) * 1e-6
+    without = EngineCost(shape, Cluster(find_gpu("h200"), 1), Rates(), 1)
+    found = replace(without, adapters=True)
+    added = found.step(256, 1e5) - without.step(256, 1e5)
+    assert added == pytest.approx(shape.layers * layer, rel=0.02)
+    assert 0.5 * added < found.prefill(256) - without.prefill(256) < added

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.plan.costs import PublishCost
 from slipstream.plan.engine import Request, SimulatedEngine
 from slipstream.rollout import VersionSpan
 from tests.plan.cases import scenario
 
 COST = scenario().engine
+ADAPTERS = PublishCost("lora", 0.02, 0.0, 0.0, 0.0)
 
 
 def engine(slots: int = 4, kv_tokens: float = 1e6) -> SimulatedEngine:
@@ -75,6 +77,17 @@ def test_a_swap_divides_the_spans_at_the_token() -> None:
     first, second = ended.spans
     assert (first.version, second.version, second.end) == (0, 1, 50)
     assert first.end == second.start and abs(first.end - 10) <= 2
+
+
+def test_sequences_on_adapters_keep_the_version_that_they_started_with() -> None:
+    """A queued one starts with the version of its slot's moment. `retry` restarts on the new version anyway."""
+    found = SimulatedEngine(COST, 1, 1e6, scenario(publish=ADAPTERS).keeps_version)
+    for _ in range(2):
+        found.add(request(0, 50))
+    found.advance(0.0)
+    found.swap(COST.step(1, 5) * 10.5, 1, 0.0, "continue")
+    assert [ended.spans for ended in play(found)] == [[VersionSpan(version, 0, 50)] for version in (0, 1)]
+    assert not scenario(publish=ADAPTERS, in_flight="retry").keeps_version and not scenario().keeps_version
 
 
 def test_retry_samples_again_under_the_new_version() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from slipstream.plan.hardware import GIB, Cluster, Rates
@@ -25,6 +25,9 @@ KEPT = {"none": 1.71, "selective": 1.0, "full": 0.27}
 # Seconds of forward passes and recomputation, relative to the products of one forward pass; trainer_h200.json
 RECOMPUTED = {"none": 0.88, "selective": 1.03, "full": 4 / 3}
 ADAPTER_ACTIVATIONS = 1.1  # of a layer with adapters; memory_h200x1.json
+# Of vLLM's kernels for adapters: launches, and bytes that take the rest of the time; adapter_kernels_h200.json
+ADAPTER_LAUNCHES_S = 27e-6  # a layer
+ADAPTER_BYTES = 19  # a token and row or column of an adapter's weight, whatever the rank
 EAGER_ACTIVATIONS, EAGER_SECONDS = 1.3, 2.2  # without compiled layers, relative to them; memory_eager_h200x1.json
 FP8_SECONDS = 0.82  # of a dense model's step on all weights, relative to one without FP8 products; trainer_h200.json
 EXPOSED = 0.5  # share of the traffic of weights and gradients that computation does not hide
@@ -35,13 +38,17 @@ SLOW_NETWORK = 1.25e9  # bytes/s; below, `sync.link = "auto"` means delta
 
 @dataclass(frozen=True)
 class EngineCost:
-    """Times of an engine of `tp` GPUs. A decode step of `n` sequences with `k` tokens takes fixed(n) + k * each."""
+    """Times of an engine of `tp` GPUs. A decode step of `n` sequences with `k` tokens takes fixed(n) + k * each.
+
+    `adapters`: whether it serves adapters instead of trained weights.
+    """
 
     shape: Shape
     cluster: Cluster
     rates: Rates
     tp: int
-    _fixed: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+    adapters: bool = False
+    _fixed: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def each(self) -> float:
@@ -70,12 +77,12 @@ class EngineCost:
             tp, context = rates.decode_reference
             if tp == self.tp:
                 return measured
-            same = EngineCost(self.shape, self.cluster, Rates(), tp)
-            here = EngineCost(self.shape, self.cluster, Rates(), self.tp)
+            same, here = (replace(self, rates=Rates(), tp=size) for size in (tp, self.tp))
             ratio = here.step(sequences, sequences * context) / same.step(sequences, sequences * context)
             return measured * ratio
         host = rates.host_step_s + rates.host_pair_s * sequences**2
-        return self._matmul_seconds(sequences) + self._all_reduces(sequences) + host
+        adapters = self.adapters * self.shape.layers * ADAPTER_LAUNCHES_S + self._adapter_seconds(sequences)
+        return self._matmul_seconds(sequences) + self._all_reduces(sequences) + adapters + host
 
     def _matmul_seconds(self, sequences: int) -> float:
         """Seconds of a decode step's matrix products on a GPU: the longer of reading the weights and multiplying."""
@@ -83,6 +90,11 @@ class EngineCost:
         reading = shape.decode_bytes(sequences) / self.tp / (gpu.bandwidth * rates.bandwidth)
         operations = shape.forward_operations(sequences, 0)
         return max(reading, operations / self.tp / (gpu.operations * rates.prefill))
+
+    def _adapter_seconds(self, tokens: float) -> float:
+        """Seconds of the adapters' matrix products in a forward pass, without launches of their kernels."""
+        moved = self.adapters * tokens * self.shape.lora_parameters(rank=1) * ADAPTER_BYTES
+        return moved / self.tp / self.cluster.gpu.bandwidth
 
     def _all_reduces(self, tokens: float) -> float:
         """Seconds of the all-reduces of a forward pass: two in each layer, none on one GPU."""
@@ -104,7 +116,8 @@ class EngineCost:
             return 0.0
         gpu = self.cluster.gpu
         operations = self.shape.forward_operations(tokens, context + tokens / 2, predicted=1)
-        return operations / self.tp / (gpu.operations * self.rates.prefill) + self._all_reduces(tokens)
+        compute = operations / self.tp / (gpu.operations * self.rates.prefill)
+        return compute + self._all_reduces(tokens) + self._adapter_seconds(tokens)
 
 
 @dataclass(frozen=True)

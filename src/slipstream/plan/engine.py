@@ -45,10 +45,13 @@ class Request:
 
 
 class SimulatedEngine:
-    """One engine. Times are those of the simulation's clock; `at` is the time at which its state holds."""
+    """One engine. Times are those of the simulation's clock; `at` is the time at which its state holds.
 
-    def __init__(self, cost: EngineCost, slots: int, kv_tokens: float) -> None:
-        self.cost, self.slots, self.kv_tokens = cost, slots, kv_tokens
+    `keeps_version`: whether sequences in flight keep the version that they started with over a swap, as on adapters.
+    """
+
+    def __init__(self, cost: EngineCost, slots: int, kv_tokens: float, keeps_version: bool = False) -> None:
+        self.cost, self.slots, self.kv_tokens, self.keeps_version = cost, slots, kv_tokens, keeps_version
         self._each = cost.each
         self.waiting: deque[Request] = deque()
         self.active: list[tuple[float, int, Request]] = []  # heap by the decode step of their last token
@@ -189,7 +192,7 @@ class SimulatedEngine:
         start, index = 0, bisect_right(steps, request.started) - 1
         while start < done:
             stop = done
-            if index + 1 < len(steps):
+            if index + 1 < len(steps) and not self.keeps_version:
                 stop = min(done, max(start, math.ceil(steps[index + 1] - request.started - TOLERANCE)))
             if stop > start:
                 request.spans.append(VersionSpan(versions[index], first + start, first + stop))

@@ -50,6 +50,11 @@ class Scenario:
     seed: int = 0
 
     @property
+    def keeps_version(self) -> bool:
+        """Whether sequences in flight keep the version that they started with: on adapters, unless they restart."""
+        return self.publish.link == "lora" and self.in_flight != "retry"
+
+    @property
     def at_swap(self) -> str:
         """What a swap does to sequences in flight: `in_flight`, but engines that slept have lost keys and values."""
         slept = self.placement == "colocated" and not self.overlaps

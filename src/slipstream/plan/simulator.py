@@ -66,7 +66,8 @@ class Simulation:
         )  # fmt: skip
         self.state = self._new_state()
         self.engines = [
-            SimulatedEngine(scenario.engine, scenario.slots, scenario.kv_tokens) for _ in range(scenario.engines)
+            SimulatedEngine(scenario.engine, scenario.slots, scenario.kv_tokens, scenario.keeps_version)
+            for _ in range(scenario.engines)
         ]
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []

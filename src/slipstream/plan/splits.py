@@ -191,7 +191,7 @@ def tensor_parallel_sizes(shape: Shape) -> list[int]:
 
 def evaluate(problem: Problem, split: Split) -> Plan:
     """The figures of a split by formula."""
-    engine = EngineCost(problem.served, problem.cluster, problem.rates, split.tp)
+    engine = EngineCost(problem.served, problem.cluster, problem.rates, split.tp, bool(problem.work.lora_rank))
     trainer = choose_microbatch(problem, split)
     publish = publish_cost(
         problem.shape, problem.cluster, problem.rates, problem.work, split.placement, split.tp, split.gpus
