@@ -89,6 +89,24 @@ def test_more_engines_help_where_generation_is_slower() -> None:
     assert more.tokens_per_s > 1.5 * few.tokens_per_s
 
 
+def test_slots_are_halved_where_rollouts_become_stale() -> None:
+    """Not those that are given, nor where the rate would fall, nor with a rate for any number of sequences."""
+    long = problem("1.7B", "h200", 2, work=work(Lengths(595, 0.6, 2048), groups=32, group_size=8))
+    split = Split("colocated", 2, "fsdp", 1, 2, 1, 4)
+    chosen, given = evaluate(long, split), evaluate(replace(long, slots=256), split)
+    assert chosen.slots == given.slots == 256
+    for found in (chosen, given):
+        simulate(found)
+    assert (chosen.slots, given.slots) == (128, 256)
+    assert chosen.stale < 0.02 < 0.1 < given.stale
+    assert chosen.lag_mean < given.lag_mean and chosen.tokens_per_s > given.tokens_per_s
+    # Of the first, steps with fewer sequences take as long.
+    for rates in (Rates(host_step_s=0.05), Rates(engine_tokens_per_s=15_000)):
+        found = evaluate(replace(long, rates=rates), split)
+        simulate(found)
+        assert found.slots == 256 and found.stale > 0.02
+
+
 def test_the_end_of_a_run_is_not_taken_for_its_speed() -> None:
     """At the end nothing is started: the last steps train on what is left, and wait for the longest completions."""
     lengths = Lengths(256, 0.6, 2048)

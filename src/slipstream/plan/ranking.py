@@ -14,6 +14,7 @@ SIMULATED = 6  # best splits by formula
 STEPS, WARM_UP = 24, 8  # simulated steps, and those that are left out of the figures
 LEAST_STEPS = 6
 TOLERANCE = 0.97  # the smallest lag, and the fewest engines, that reach this share of the best rate are chosen
+MOST_STALE, LEAST_SLOTS = 0.02, 8  # share of the rollouts, above which fewer slots are tried; the fewest
 MAX_SIMULATED_TURNS, MAX_SIMULATED_TOKENS = 60_000, 6e7  # of one simulation; fewer steps if they have more turns
 
 
@@ -94,14 +95,28 @@ def simulated_figures(scenario: Scenario, warm: int = 0) -> Figures:
 
 
 def simulate(plan: Plan) -> None:
-    """Replace the figures of a plan by those of a simulation; keep them if it would have too many turns or tokens."""
+    """Replace the figures of a plan by those of a simulation; keep them if it would have too many turns or tokens.
+
+    Halves the slots as long as many rollouts are dropped as stale and the rate stays: fewer sequences at a time take
+    less time each. Not if the slots are given, nor with an engine's rate, which holds for any number of sequences.
+    """
     work, after = plan.problem.work, plan.split.max_lag + 1  # steps after those of the figures
     batches = LEAST_STEPS + after
     turns = work.rollouts * work.turns
     if turns * batches > MAX_SIMULATED_TURNS or work.sampled * batches > MAX_SIMULATED_TOKENS:
         return
     steps = max(LEAST_STEPS, min(STEPS, MAX_SIMULATED_TURNS // turns - after))
-    for name, value in vars(simulated_figures(plan.scenario(steps))).items():
+    scenario = plan.scenario(steps)
+    figures = simulated_figures(scenario)
+    fixed = plan.problem.slots or plan.problem.rates.engine_tokens_per_s
+    while figures.stale > MOST_STALE and scenario.slots >= 2 * LEAST_SLOTS and not fixed:
+        fewer = replace(scenario, slots=scenario.slots // 2)
+        of_fewer = simulated_figures(fewer)
+        if of_fewer.tokens_per_s < TOLERANCE * figures.tokens_per_s:
+            break
+        scenario, figures = fewer, of_fewer
+    plan.slots = scenario.slots
+    for name, value in vars(figures).items():
         setattr(plan, name, value)
     plan.source = "simulation"
 
