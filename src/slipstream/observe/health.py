@@ -19,7 +19,7 @@ from slipstream.observe.run_data import Run
 from slipstream.rollout import mean
 
 FEW, LONG = 3, 20  # steps over which rules average; most of them over SHORT
-ENGINE_DOWN_S = 60.0  # after which an engine that is being restarted counts as lost
+ENGINE_DOWN_S = 180.0  # after which an engine that is being started counts as lost; vLLM starts in up to 120 s on H200s
 LONG_COMPLETION = 16  # tokens; shorter completions may coincide by chance, or since they are right
 MIN_ENTROPY = 3.0  # nats of a whole completion; samples with less coincide often
 MIN_ANSWERS = 20
