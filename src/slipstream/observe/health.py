@@ -335,7 +335,7 @@ RULES = (  # the worst first
          "algorithm.filter_zero_advantage = true",
          follows=("score-falls", "large-updates", "entropy-collapse")),
     Rule("lag-bound", _stale, 0.1, 0.05, 1,
-         "Raise loop.max_lag, or give generation more engines (generator.replicas)",
+         "Raise loop.max_lag or generator.replicas, or lower generator.max_num_seqs if fewer sequences then end sooner",
          follows=("engine-lost", "slow-rewards")),
     Rule("trainer-idle", _trainer_idle, 0.6, 0.5, SHORT,
          f"Raise generator.replicas or loop.max_lag{WHILE_RUNNING}slipstream scale RUN N adds engines",
