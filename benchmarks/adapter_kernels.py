@@ -45,7 +45,7 @@ def metadata(sequences: int) -> tuple[Any, ...]:
     from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
 
     found = LoRAKernelMeta.make(SLOTS, sequences, "cuda")
-    mapping = [slot for slot, eighths in enumerate(VERSIONS) for _ in range(sequences * eighths // 8)]
+    mapping = [slot for slot, eighths in enumerate(VERSIONS) for _ in range(-(-sequences * eighths // 8))][:sequences]
     torch.manual_seed(0)
     found.prepare_tensors(torch.tensor(mapping, dtype=torch.int32)[torch.randperm(sequences)])
     return found.meta_args(sequences, False)

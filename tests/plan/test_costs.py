@@ -51,7 +51,7 @@ def test_predicted_changes_grow_with_rate_and_steps() -> None:
 
 @pytest.mark.parametrize("model", ["1.7B", "8B"])
 def test_adapters_take_the_time_of_their_kernels(model: str) -> None:
-    """As measured for steps of 256 sequences; a prefill takes the time of as many tokens without launches."""
+    """To which the two constants are fitted, for 256 sequences of either size. A prefill has no launches."""
     measured = json.loads((RESULTS / "adapter_kernels_h200.json").read_text())["results"]
     shape = find_shape(model)
     layer = sum(row["us"] for row in measured if row["shape"] == model) * 1e-6
@@ -60,3 +60,10 @@ def test_adapters_take_the_time_of_their_kernels(model: str) -> None:
     added = found.step(256, 1e5) - without.step(256, 1e5)
     assert added == pytest.approx(shape.layers * layer, rel=0.02)
     assert 0.5 * added < found.prefill(256) - without.prefill(256) < added
+
+
+def test_vllm_shards_one_side_of_each_adapter() -> None:
+    shape = find_shape("1.7B")
+    whole, sharded = 7 * 2048, 2 * 2048 + 2 * 1024 + 3 * 6144
+    assert shape.adapter_width(1) == 28 * (whole + sharded) == shape.lora_parameters(1)
+    assert shape.adapter_width(8) == 28 * (whole + sharded // 8)

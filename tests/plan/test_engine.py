@@ -90,6 +90,16 @@ def test_sequences_on_adapters_keep_the_version_that_they_started_with() -> None
     assert not scenario(publish=ADAPTERS, in_flight="retry").keeps_version and not scenario().keeps_version
 
 
+def test_sequences_on_adapters_keep_their_version_over_a_preemption() -> None:
+    found = SimulatedEngine(COST, 4, 60, keeps_version=True)
+    for _ in range(2):
+        found.add(request(0, 40))
+    found.advance(0.0)
+    found.swap(COST.step(2, 5) * 10, 1, 0.0, "continue")
+    ended = play(found)
+    assert found.preemptions == 1 and {span.version for request in ended for span in request.spans} == {0}
+
+
 def test_retry_samples_again_under_the_new_version() -> None:
     found = engine()
     found.add(request(0, 50))

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.config.schema import ConfigError
 from slipstream.plan.hardware import GIB, Cluster, Rates, find_gpu
-from slipstream.plan.ranking import plan, rank, simulate, simulated_figures
+from slipstream.plan.ranking import plan, rank, simulate, simulate_slots, simulated_figures
 from slipstream.plan.shapes import from_config
 from slipstream.plan.splits import Problem, Split, can_shard_trainer, evaluate, splits
 from slipstream.plan.workload import Delay, Lengths
@@ -89,22 +89,35 @@ def test_more_engines_help_where_generation_is_slower() -> None:
     assert more.tokens_per_s > 1.5 * few.tokens_per_s
 
 
-def test_slots_are_halved_where_rollouts_become_stale() -> None:
-    """Not those that are given, nor where the rate would fall, nor with a rate for any number of sequences."""
-    long = problem("1.7B", "h200", 2, work=work(Lengths(595, 0.6, 2048), groups=32, group_size=8))
-    split = Split("colocated", 2, "fsdp", 1, 2, 1, 4)
-    chosen, given = evaluate(long, split), evaluate(replace(long, slots=256), split)
-    assert chosen.slots == given.slots == 256
-    for found in (chosen, given):
-        simulate(found)
+LONG_TAILS = work(Lengths(595, 0.6, 2048), groups=32, group_size=8)
+COLOCATED = Split("colocated", 2, "fsdp", 1, 2, 1, 4)
+
+
+def test_half_the_slots_are_chosen_where_rollouts_become_stale() -> None:
+    tails = problem("1.7B", "h200", 2, work=LONG_TAILS)
+    chosen, given = (simulate_slots(evaluate(replace(tails, slots=n), COLOCATED)) for n in (0, 256))
     assert (chosen.slots, given.slots) == (128, 256)
     assert chosen.stale < 0.02 < 0.1 < given.stale
     assert chosen.lag_mean < given.lag_mean and chosen.tokens_per_s > given.tokens_per_s
-    # Of the first, steps with fewer sequences take as long.
-    for rates in (Rates(host_step_s=0.05), Rates(engine_tokens_per_s=15_000)):
-        found = evaluate(replace(long, rates=rates), split)
-        simulate(found)
-        assert found.slots == 256 and found.stale > 0.02
+    # Memory, and what follows from it, is that of as many slots.
+    assert chosen.memory == evaluate(replace(tails, slots=128), COLOCATED).memory
+
+
+@pytest.mark.parametrize(
+    "rates", [Rates(host_step_s=0.05), Rates(engine_tokens_per_s=15e3), Rates(decode_sequence_s=6e-5)]
+)
+def test_slots_are_not_halved_for_a_lower_rate_nor_by_measured_rates(rates: Rates) -> None:
+    """Of the first, steps with half as many sequences take as long. The others hold for a run's number of sequences."""
+    found = simulate_slots(evaluate(replace(problem("1.7B", "h200", 2, work=LONG_TAILS), rates=rates), COLOCATED))
+    assert found.slots == 256 and found.stale > 0.02
+
+
+def test_slots_are_not_halved_where_as_many_rollouts_stay_stale() -> None:
+    tails = problem("1.7B", "h200", 4, work=replace(LONG_TAILS, groups=16))
+    found = simulate_slots(evaluate(tails, Split("disaggregated", 2, "fsdp", 1, 2, 1, 4)))
+    fewer = evaluate(replace(tails, slots=found.slots // 2), found.split)
+    simulate(fewer)
+    assert fewer.stale > found.stale / 2 > 0.01
 
 
 def test_the_end_of_a_run_is_not_taken_for_its_speed() -> None:

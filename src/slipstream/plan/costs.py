@@ -25,9 +25,9 @@ KEPT = {"none": 1.71, "selective": 1.0, "full": 0.27}
 # Seconds of forward passes and recomputation, relative to the products of one forward pass; trainer_h200.json
 RECOMPUTED = {"none": 0.88, "selective": 1.03, "full": 4 / 3}
 ADAPTER_ACTIVATIONS = 1.1  # of a layer with adapters; memory_h200x1.json
-# Of vLLM's kernels for adapters: launches, and bytes that take the rest of the time; adapter_kernels_h200.json
+# Of vLLM's kernels for adapters, fitted to rank 32 and 256 sequences; adapter_kernels_h200.json
 ADAPTER_LAUNCHES_S = 27e-6  # a layer
-ADAPTER_BYTES = 19  # a token and row or column of an adapter's weight, whatever the rank
+ADAPTER_BYTES = 19  # which take the rest of the time: for each token, and each input and output of a linear layer
 EAGER_ACTIVATIONS, EAGER_SECONDS = 1.3, 2.2  # without compiled layers, relative to them; memory_eager_h200x1.json
 FP8_SECONDS = 0.82  # of a dense model's step on all weights, relative to one without FP8 products; trainer_h200.json
 EXPOSED = 0.5  # share of the traffic of weights and gradients that computation does not hide
@@ -93,8 +93,8 @@ class EngineCost:
 
     def _adapter_seconds(self, tokens: float) -> float:
         """Seconds of the adapters' matrix products in a forward pass, without launches of their kernels."""
-        moved = self.adapters * tokens * self.shape.lora_parameters(rank=1) * ADAPTER_BYTES
-        return moved / self.tp / self.cluster.gpu.bandwidth
+        width = self.shape.adapter_width(self.tp) if self.adapters else 0
+        return tokens * width * ADAPTER_BYTES / self.cluster.gpu.bandwidth
 
     def _all_reduces(self, tokens: float) -> float:
         """Seconds of the all-reduces of a forward pass: two in each layer, none on one GPU."""
@@ -338,7 +338,7 @@ def publish_cost(
     spans = gpus > cluster.per_node
     speed = cluster.network if spans else cluster.gpu.link
     if work.lora_rank:
-        return PublishCost("lora", size / PCIE + 0.05, size / PCIE, 0.02, size / tp)
+        return PublishCost("lora", size / PCIE + 0.05, size / PCIE, 0.0, size / tp)
     if spans and cluster.network < SLOW_NETWORK:
         changed = CHANGED_BYTES * changed_fraction(work.learning_rate, work.every) * shape.parameters
         return PublishCost("delta", min(size, changed) / speed, 2 * size / cluster.gpu.bandwidth, swap, 0.0)

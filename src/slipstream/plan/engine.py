@@ -195,6 +195,8 @@ class SimulatedEngine:
             if index + 1 < len(steps) and not self.keeps_version:
                 stop = min(done, max(start, math.ceil(steps[index + 1] - request.started - TOLERANCE)))
             if stop > start:
-                request.spans.append(VersionSpan(versions[index], first + start, first + stop))
+                kept = self.keeps_version and request.spans  # also after a preemption
+                version = request.spans[0].version if kept else versions[index]
+                request.spans.append(VersionSpan(version, first + start, first + stop))
             start, index = stop, index + 1
         request.remaining -= done

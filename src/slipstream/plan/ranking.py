@@ -14,7 +14,7 @@ SIMULATED = 6  # best splits by formula
 STEPS, WARM_UP = 24, 8  # simulated steps, and those that are left out of the figures
 LEAST_STEPS = 6
 TOLERANCE = 0.97  # the smallest lag, and the fewest engines, that reach this share of the best rate are chosen
-MOST_STALE, LEAST_SLOTS = 0.02, 8  # share of the rollouts, above which fewer slots are tried; the fewest
+MOST_STALE = 0.02  # share of the rollouts, above which fewer slots are considered
 MAX_SIMULATED_TURNS, MAX_SIMULATED_TOKENS = 60_000, 6e7  # of one simulation; fewer steps if they have more turns
 
 
@@ -29,13 +29,12 @@ def plan(problem: Problem, lags: tuple[int, ...], simulated: int = SIMULATED) ->
     chosen = fitting[:simulated]
     for lag in lags:
         chosen += [plan for plan in fitting if plan.split.max_lag == lag and plan not in chosen][:1]
-    for found in chosen:
-        simulate(found)
-    chosen.sort(key=lambda plan: plan.order)
+    others = [plan for plan in plans if plan not in chosen]
+    chosen = sorted(map(simulate_slots, chosen), key=lambda plan: plan.order)
     alike = [plan for plan in chosen if plan.source == chosen[0].source]
     close = [plan for plan in alike if plan.tokens_per_s >= TOLERANCE * chosen[0].tokens_per_s]
     first = min(close, key=lambda plan: plan.split.max_lag)
-    return [first] + [plan for plan in chosen if plan is not first] + [plan for plan in plans if plan not in chosen]
+    return [first] + [plan for plan in chosen if plan is not first] + others
 
 
 def rank(problem: Problem, lags: tuple[int, ...]) -> list[Plan]:
@@ -95,30 +94,33 @@ def simulated_figures(scenario: Scenario, warm: int = 0) -> Figures:
 
 
 def simulate(plan: Plan) -> None:
-    """Replace the figures of a plan by those of a simulation; keep them if it would have too many turns or tokens.
-
-    Halves the slots as long as many rollouts are dropped as stale and the rate stays: fewer sequences at a time take
-    less time each. Not if the slots are given, nor with an engine's rate, which holds for any number of sequences.
-    """
+    """Replace the figures of a plan by those of a simulation; keep them if it would have too many turns or tokens."""
     work, after = plan.problem.work, plan.split.max_lag + 1  # steps after those of the figures
     batches = LEAST_STEPS + after
     turns = work.rollouts * work.turns
     if turns * batches > MAX_SIMULATED_TURNS or work.sampled * batches > MAX_SIMULATED_TOKENS:
         return
     steps = max(LEAST_STEPS, min(STEPS, MAX_SIMULATED_TURNS // turns - after))
-    scenario = plan.scenario(steps)
-    figures = simulated_figures(scenario)
-    fixed = plan.problem.slots or plan.problem.rates.engine_tokens_per_s
-    while figures.stale > MOST_STALE and scenario.slots >= 2 * LEAST_SLOTS and not fixed:
-        fewer = replace(scenario, slots=scenario.slots // 2)
-        of_fewer = simulated_figures(fewer)
-        if of_fewer.tokens_per_s < TOLERANCE * figures.tokens_per_s:
-            break
-        scenario, figures = fewer, of_fewer
-    plan.slots = scenario.slots
-    for name, value in vars(figures).items():
+    for name, value in vars(simulated_figures(plan.scenario(steps))).items():
         setattr(plan, name, value)
     plan.source = "simulation"
+
+
+def simulate_slots(plan: Plan) -> Plan:
+    """Simulate a plan. Returns it, or the same split with half the slots if that keeps the rate and far fewer rollouts
+    become stale: each of fewer sequences takes less time.
+
+    Considered with computed rates only, which tell how the time of a step depends on the number of sequences.
+    """
+    simulate(plan)
+    problem, rates = plan.problem, plan.problem.rates
+    given = problem.slots or rates.engine_tokens_per_s or rates.measured_decode
+    if plan.stale <= MOST_STALE or plan.slots < 2 or given:
+        return plan
+    fewer = evaluate(replace(problem, slots=plan.slots // 2), plan.split)
+    simulate(fewer)
+    keeps_rate = not fewer.missing and fewer.tokens_per_s >= TOLERANCE * plan.tokens_per_s
+    return fewer if keeps_rate and fewer.stale < plan.stale / 2 else plan
 
 
 def quantile(counts: Counter[int], share: float) -> int:

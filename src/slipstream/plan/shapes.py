@@ -83,9 +83,18 @@ class Shape:
 
     def lora_parameters(self, rank: int) -> int:
         """Of adapters on all linear layers outside of experts."""
-        sides = 4 * self.hidden + 2 * self.head_dim * (self.heads + self.kv_heads)
-        mlp = 3 * (self.hidden + self.intermediate) if self.experts == 1 else 0
-        return self.layers * rank * (sides + mlp)
+        return rank * self.adapter_width(1)
+
+    def adapter_width(self, tp: int) -> int:
+        """Inputs and outputs of all linear layers outside of experts, as adapters have them on each of `tp` GPUs.
+
+        vLLM shards the other side of each adapter: the outputs of queries, keys, values, gate and up projection, and
+        the inputs of the output and down projections.
+        """
+        whole, shared = 4 * self.hidden, 2 * self.head_dim * (self.heads + self.kv_heads)
+        if self.experts == 1:
+            whole, shared = whole + 3 * self.hidden, shared + 3 * self.intermediate
+        return self.layers * (whole + shared // tp)
 
 
 def _shape(name: str, layers: int, hidden: int, mlp: int, heads: int, kv: int, vocabulary: int = 151936,

@@ -110,8 +110,7 @@ class VllmEngine:
     @draining.setter
     def draining(self, value: bool) -> None:
         if value and not self._draining:  # requests without a token wait here instead of in vLLM's queue
-            for request in [request for request, tokens in self._count_tokens().items() if not tokens]:
-                self._requeue(request)
+            self._requeue([request for request, tokens in self._count_tokens().items() if not tokens])
         self._draining = value
 
     @property
@@ -141,7 +140,7 @@ class VllmEngine:
         self._waiting = deque(r for r in self._waiting if r.key != key)
         for request in [*self._requests.values(), *(r for r, _ in self._withheld)]:
             if request.key == key:
-                self._stop(request)
+                self._stop([request])
                 if self._pending_swap:
                     self._aborted.add(request)
 
@@ -233,20 +232,15 @@ class VllmEngine:
         return counts_before
 
     def _requeue_for_adapters(self, adapters: AdapterWeights, how: Interruption) -> None:
-        """Restart sequences on the new adapter: those without a token, which vLLM queued for their old adapter, and all
-        others with "retry", else those of adapters beyond the limit.
-
-        Other sequences keep the adapter that they started with.
+        """Restart sequences on the new adapter: with "retry" all. Otherwise those without a token, which vLLM would
+        sample with the adapter of their arrival, and those of adapters beyond the limit; others keep their adapter.
         """
         counts = self._count_tokens()
-        for request in [request for request, tokens in counts.items() if not tokens]:
-            self._requeue(request)
-            del counts[request]
+        self._stop([request for request, tokens in counts.items() if not tokens])
         excess = adapters.excess_adapters()
-        for request, tokens in counts.items():
-            if how == "retry" or request.adapter in excess:
-                self.tokens_discarded += tokens
-                self._requeue(request)
+        restart = [r for r, tokens in counts.items() if not tokens or how == "retry" or r.adapter in excess]
+        self.tokens_discarded += sum(counts[request] for request in restart)
+        self._requeue(restart)
 
     def _resolve_swap(self, swap: _PendingSwap) -> list[tuple[_Request, Any]]:
         """Apply the swap to the requests in flight, if the counts have arrived. Returns the withheld outputs."""
@@ -261,9 +255,7 @@ class VllmEngine:
         counts = [(r, before.get(r.worker_name, 0), output_tokens.get(r, 0)) for r in swap.requests]
         restart, discarded = resolve_in_flight(counts, self.version, swap.how)
         self.tokens_discarded += discarded
-        for request in restart:
-            if request not in self._aborted:
-                self._requeue(request)
+        self._requeue([request for request in restart if request not in self._aborted])
         return self._release_withheld(restart)
 
     def _undo_swap(self, swap: _PendingSwap) -> list[tuple[_Request, Any]]:
@@ -345,14 +337,16 @@ class VllmEngine:
         if self._adapters:
             request.adapter = self._adapters.acquire(policy)
 
-    def _requeue(self, request: _Request) -> None:
-        self._stop(request)
-        self._waiting.append(request)
+    def _requeue(self, requests: Sequence[_Request]) -> None:
+        """Stop requests, and start them again at the next step, in this order."""
+        self._stop(requests)
+        self._waiting.extend(requests)
 
-    def _stop(self, request: _Request) -> None:
-        if request.name in self._requests:
-            self._llm.abort_request([request.name])  # before its adapter is unloaded, which a pass would look up
-            self._pop(request.name)
+    def _stop(self, requests: Sequence[_Request]) -> None:
+        if names := [request.name for request in requests if request.name in self._requests]:
+            self._llm.abort_request(names)  # before their adapters are unloaded, which a pass would look up
+            for name in names:
+                self._pop(name)
 
     def _pop(self, name: str) -> _Request | None:
         request = self._requests.pop(name, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import uuid4
 
@@ -52,14 +52,12 @@ class ServerAdapters:
         await self._post("/v1/load_lora_adapter", {"lora_name": self._next, "lora_path": self._next}, str)
         self._loaded.append(self._next)
 
-    def outdated(self, every: bool, queued: Sequence[VllmRequest]) -> list[VllmRequest]:
-        """Requests to restart: those that the server has queued, without a token, and of the others all of older
-        adapters, or those of the oldest if more are in use than there are slots for."""
-        sampled = {request: name for request, name in self._requests.items() if request not in queued}
-        used = [name for name in self._loaded if name in sampled.values() or name == self.current]
+    def outdated(self, every: bool) -> list[VllmRequest]:
+        """Requests to restart: all of older adapters, or of the oldest if more are in use than there are slots for."""
+        used = [name for name in self._loaded if name in self._requests.values() or name == self.current]
         excess = used[: len(used) - self._max_adapters] if len(used) > self._max_adapters else []
         old = self._loaded[:-1] if every else excess
-        return [*queued, *(request for request, name in sampled.items() if name in old)]
+        return [request for request, name in self._requests.items() if name in old]
 
     def acquire(self, request: VllmRequest) -> str:
         """The current adapter, for a request that starts."""

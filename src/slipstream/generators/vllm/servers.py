@@ -267,11 +267,9 @@ class Server:
         self._version, self._cache_salt = version, uuid4().hex
         counts = await self._call_workers("count tokens", None, WorkerMethods.slipstream_count_tokens)
         before = server_client.by_request_name(counts[0])
-        tokens = {r: count for r in self._requests if (count := before.get(r.name, 0)) is not None}  # unfinished ones
-        queued = [request for request, count in tokens.items() if not count]
-        for request in adapters.outdated(self._config.sync.in_flight == "retry", queued):
-            if request in tokens:
-                self._totals["tokens_discarded"] += tokens[request]
+        for request in adapters.outdated(every=self._config.sync.in_flight == "retry"):
+            if (tokens := before.get(request.name, 0)) is not None:  # else it has finished
+                self._totals["tokens_discarded"] += tokens
                 self._restart(request)
 
     def _restart(self, request: VllmRequest) -> None:

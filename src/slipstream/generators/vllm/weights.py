@@ -141,7 +141,7 @@ class AdapterWeights(VllmWeights):
         return True
 
     def apply(self) -> CountsBeforeSwap:
-        """Start new sequences on the new adapter. Sequences in flight keep theirs, so there is nothing to count."""
+        """Start new sequences on the new adapter. Sequences in flight keep theirs, so there are no tokens to divide."""
         self._serve(self._next)
         return dict
 
