@@ -14,10 +14,10 @@ import pytest
 from slipstream.observe.estimates import (
     FLIPS,
     compare_paired,
-    estimate_difference,
     estimate_mean,
     pass_at_k,
     sign_flip_p,
+    student_interval,
 )
 
 DIFFICULTIES = {  # parameters of the Beta distribution of a task's success probability
@@ -81,7 +81,7 @@ def test_intervals_of_differences_cover_the_true_gain(difficulty: str, gain: flo
     true = float(np.mean(gain * everything * (1 - everything)))
     before = rng.binomial(samples, chances) / samples
     after = rng.binomial(samples, chances + gain * chances * (1 - chances)) / samples
-    found = [estimate_difference(row) for row in (after - before).tolist()]
+    found = [student_interval(row) for row in (after - before).tolist()]
     assert 0.93 <= fmean(low <= true <= high for _, low, high in found) <= 0.97
 
 
@@ -92,7 +92,7 @@ def test_intervals_of_equal_and_of_unbounded_scores() -> None:
     for count, quantile in ((2, 12.7062), (3, 4.3027), (4, 3.1824), (6, 2.5706), (11, 2.2281), (101, 1.9840)):
         values = [0.0, 1.0] * (count // 2) + [0.5] * (count % 2)
         spread = np.std(values, ddof=1) / math.sqrt(count)
-        assert (estimate_difference(values).high - 0.5) / spread == pytest.approx(quantile, rel=2e-3)
+        assert (student_interval(values).high - 0.5) / spread == pytest.approx(quantile, rel=2e-3)
     half = 2.776 * math.sqrt(2.5 / 5)  # the quantile of a table
     assert estimate_mean([3.0, 5.0, 4.0, 6.0, 2.0]) == pytest.approx((4, 4 - half, 4 + half), abs=0.01)
     assert all(map(math.isnan, estimate_mean([3.0])[1:]))

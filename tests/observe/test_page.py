@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from slipstream import cli, load_run
 from slipstream.controller.finish import write_page
-from slipstream.observe.estimates import wilson
+from slipstream.observe.estimates import wilson_interval
 from slipstream.observe.health import WHILE_RUNNING
 from slipstream.observe.page import data, render, write_report
 from slipstream.observe.page.data import page_data, run_data
@@ -166,7 +166,7 @@ def test_scores_have_intervals() -> None:
     assert sampled["difference"] == pytest.approx([0.2, 0.0106, 0.3681], abs=5e-3)
     above = compare_scores([evaluation([3.0, 5.0], 9)])
     assert above is not None and above["before"] == [4.0, None, None] and above["after"] is None
-    assert compare_scores([]) is None and wilson(0.0, 10).low == 0.0
+    assert compare_scores([]) is None and wilson_interval(0.0, 10).low == 0.0
 
 
 def test_differences_of_independent_fractions_are_newcombe_s() -> None:

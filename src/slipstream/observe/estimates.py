@@ -1,7 +1,8 @@
-"""Statistics of k samples of each task: pass@k, means with 95% confidence intervals, and a paired test of two policies.
+"""Statistics of evaluation scores: pass@k, means with 95% confidence intervals, and a paired test of two policies.
 
-Tasks are independent and the samples of a task are not, so intervals and test compute with one value for each task
-(standard errors clustered by task: Miller, "Adding Error Bars to Evals", 2024, arXiv:2411.00640).
+`pass_at_k` takes the scores of one task's samples. Intervals and test take one value for each task, such as the mean of
+its samples, which callers compute: tasks are independent, and the samples of a task are not (standard errors clustered
+by task: Miller, "Adding Error Bars to Evals", 2024, arXiv:2411.00640).
 """
 
 from __future__ import annotations
@@ -58,27 +59,27 @@ def estimate_mean(values: Sequence[float]) -> Estimate:
     Values between 0 and 1: Wilson's interval with the effective sample size tasks / design effect (Dean and Pagano,
     "Evaluating confidence interval methods for binomial proportions in clustered surveys", 2015). The design effect is
     the squared standard error over that of as many 0s and 1s; it is shrunk to 1 where few tasks differ from the others,
-    which would underestimate it. Other values: as `estimate_difference`.
+    which would underestimate it. Other values: as `student_interval`.
     """
     count, mean = len(values), float(np.mean(values))
     if min(values) < 0 or max(values) > 1:
-        return estimate_difference(values)
+        return student_interval(values)
     rare, spread = count * min(mean, 1 - mean), mean * (1 - mean)
     design = min(1.0, float(np.var(values, ddof=1)) / spread) if count > 1 and spread > 0 else 1.0
     design = (rare * design + PRIOR) / (rare + PRIOR)
     # The variance of 0s and 1s follows from their mean, and is not estimated.
     z = NORMAL if design > 1 - TOLERANCE else _quantile(count)
-    return wilson(mean, count / design, z)
+    return wilson_interval(mean, count / design, z)
 
 
-def wilson(fraction: float, count: float, z: float = NORMAL) -> Estimate:
+def wilson_interval(fraction: float, count: float, z: float = NORMAL) -> Estimate:
     """Wilson's interval of a binomial fraction of `count`, within `z` standard deviations."""
     centre, scale = fraction + z * z / (2 * count), 1 + z * z / count
     half = z * math.sqrt(fraction * (1 - fraction) / count + z * z / (4 * count * count))
     return Estimate(fraction, max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale))
 
 
-def estimate_difference(values: Sequence[float]) -> Estimate:
+def student_interval(values: Sequence[float]) -> Estimate:
     """Mean of one value for each task, such as a difference, with Student's 95% interval; NaN for a single task."""
     count, mean = len(values), float(np.mean(values))
     half = _quantile(count) * float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
@@ -93,7 +94,7 @@ def compare_paired(before: Sequence[float], after: Sequence[float], samples: int
     differences = [b - a for a, b in zip(before, after, strict=True)]
     better, worse = sum(d > TOLERANCE for d in differences), sum(d < -TOLERANCE for d in differences)
     p_value = sign_flip_p(differences, samples)
-    return Comparison(estimate_difference(differences), p_value, better, worse, len(differences) - better - worse)
+    return Comparison(student_interval(differences), p_value, better, worse, len(differences) - better - worse)
 
 
 def sign_flip_p(differences: Sequence[float], samples: int = 1) -> float:

@@ -17,7 +17,7 @@ from slipstream.observe.advice import describe_advice
 from slipstream.observe.figures import figures
 from slipstream.observe.formatting import SHOWN, is_finite, number, short, shorten
 from slipstream.observe.page.data import describe_options
-from slipstream.observe.run_data import Record, Run, split_rollouts
+from slipstream.observe.run_data import Record, Run, group_turns_by_rollout
 
 PIPED_WIDTH = 100  # columns where there is no terminal
 UNCOMPARED = ("run.dir",)  # differs between all runs
@@ -165,7 +165,8 @@ def read_rollouts(run: Run, step: int | None, group: int | None) -> list[Rollout
         raise ConfigError(f"--group {group}: step {step} has {len(groups)} groups, {groups[0]} to {groups[-1]}")
     chosen = [row for row in rows if group is None or row["visit_id"] == group]
     return sorted(
-        split_rollouts(chosen), key=lambda turns: -(turns[0]["reward"] if is_finite(turns[0]["reward"]) else 0.0)
+        group_turns_by_rollout(chosen),
+        key=lambda turns: -(turns[0]["reward"] if is_finite(turns[0]["reward"]) else 0.0),
     )
 
 

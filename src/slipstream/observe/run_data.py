@@ -46,26 +46,26 @@ def read_lines(path: Path) -> Iterator[Record]:
 def _parse(line: bytes) -> Record | None:
     """The object in a line of JSON; None for a damaged line."""
     try:
-        record = json.loads(line, object_pairs_hook=_with_shared_names)
+        record = json.loads(line, object_pairs_hook=_intern_keys)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
 
 
-def _with_shared_names(pairs: list[tuple[str, Any]]) -> Record:
-    """An object whose names are in memory once for all records: most of a record's memory are its names."""
+def _intern_keys(pairs: list[tuple[str, Any]]) -> Record:
+    """An object with interned keys, which are in memory once for all records: keys are most of a record's memory."""
     return {sys.intern(name): value for name, value in pairs}
 
 
-class JsonLines:
-    """The `records` of a file of JSON objects, one a line, to which another process may append.
+class JsonLinesFollower:
+    """Follows a JSON-lines file, to which another process may append. Each `poll` adds the new objects to `records`.
 
-    `damaged` counts lines that are no objects, `replaced` how often another file took the place of the file.
+    `damaged` counts lines that are no objects. `replacements` counts how often the file was replaced or truncated.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.records = path, list[Record]()
-        self.damaged = self.replaced = self._inode = self._offset = 0
+        self.damaged = self.replacements = self._inode = self._offset = 0
 
     def poll(self) -> bool:
         """Read the lines that are complete since the last call. Returns whether the records changed."""
@@ -75,7 +75,7 @@ class JsonLines:
                 replaced = self._offset > 0 and (status.st_ino != self._inode or status.st_size < self._offset)
                 if replaced:
                     self.records.clear()
-                    self._offset, self.damaged, self.replaced = 0, 0, self.replaced + 1
+                    self._offset, self.damaged, self.replacements = 0, 0, self.replacements + 1
                 self._inode = status.st_ino
                 file.seek(self._offset)
                 data = file.read()
@@ -100,7 +100,7 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.resolve().name
-        self._files = [JsonLines(path / f"{name}.jsonl") for name in ("metrics", "evaluations", "events")]
+        self._files = [JsonLinesFollower(path / f"{name}.jsonl") for name in ("metrics", "evaluations", "events")]
         self.metrics, self.evaluations, self.events = (file.records for file in self._files)
         self._unreadable: dict[str, str] = {}  # by file of rollouts
         self.poll()
@@ -113,9 +113,9 @@ class Run:
         return any(changes)
 
     @property
-    def replaced(self) -> int:
+    def replacements(self) -> int:
         """How often a resume has replaced records."""
-        return sum(file.replaced for file in self._files)
+        return sum(file.replacements for file in self._files)
 
     @cached_property
     def config(self) -> Record:
@@ -189,11 +189,11 @@ class Run:
         found += [] if self.events or not self.metrics else ["events.jsonl is missing: there is no timeline"]
         found += [] if self.rollout_steps or not self.metrics else ["no rollouts are recorded"]
         found += ["the run ended without a summary: it was killed or failed"] if self.state == "dead" else []
-        return found + self.damage
+        return found + self.read_errors
 
     @property
-    def damage(self) -> list[str]:
-        """What is damaged in the records read so far, one sentence each."""
+    def read_errors(self) -> list[str]:
+        """Damaged lines and unreadable rollout files found so far, one sentence for each file."""
         found = [f"{f.path.name}: {f.damaged} damaged lines were left out" for f in self._files if f.damaged]
         return found + [f"rollouts/{name} can't be read: {why}" for name, why in dict(self._unreadable).items()]
 
@@ -233,8 +233,8 @@ def load_run(path: str | Path) -> Run:
     return Run(folder)
 
 
-def split_rollouts(rows: Iterable[Record]) -> list[list[Record]]:
-    """The recorded completions of each rollout, one a turn."""
+def group_turns_by_rollout(rows: Iterable[Record]) -> list[list[Record]]:
+    """The rows of each rollout, one for each turn. `rows` are in the order of the file."""
     return [list(turns) for _, turns in groupby(rows, key=itemgetter("visit_id", "rollout"))]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from slipstream.observe.estimates import estimate_difference, estimate_mean, wilson
+from slipstream.observe.estimates import estimate_mean, student_interval, wilson_interval
 from slipstream.observe.formatting import is_finite
 
 SHOWN_TASKS = 3
@@ -36,7 +36,7 @@ def compare_scores(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any] |
     if paired and before and after:
         gains = [after[task] - before[task] for task in before]
         how = "outcomes by task; the difference pairs the same tasks"
-        return found | {"difference": list(estimate_difference(gains)), "method": how}
+        return found | {"difference": list(student_interval(gains)), "method": how}
     return found | {"difference": _difference(found["before"], found["after"]), "method": how}
 
 
@@ -57,7 +57,7 @@ def _with_interval(evaluation: Mapping[str, Any], outcomes: dict[str, float] | N
     if outcomes:
         return list(estimate_mean(list(outcomes.values()))), "outcomes by task"
     if tasks and 0 <= score <= 1:
-        return [*wilson(score, tasks)], "binomial (Wilson), tasks taken as independent"
+        return [*wilson_interval(score, tasks)], "binomial (Wilson), tasks taken as independent"
     return [score, None, None], "no interval: the outcomes of single tasks are not recorded"
 
 

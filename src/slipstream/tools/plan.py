@@ -133,8 +133,8 @@ def show_fit(run: Run, console: Console) -> Fit:
         found, config = fit_run(run), run_config(run)
         simulated = simulated_figures(scenario_of_run(found, config, SHAPE))
         console.print(f"{run.name}: {found.describe()}\n{describe_figures(found, simulated)}")
-        for damage in run.damage:
-            console.print(f"Warning: {damage}.")
+        for read_error in run.read_errors:
+            console.print(f"Warning: {read_error}.")
         if (error := abs(simulated.tokens_per_s / found.tokens_per_s - 1)) > FIT_ERROR:
             console.print(
                 f"Warning: these rates do not explain the run ({error:.0%} off), so the figures below may err as much. "

@@ -110,9 +110,9 @@ def _environments(run: Run) -> str:
 
 
 def _score_rows(run: Run) -> dict[str, str]:
-    """Rows of the model card by label: scores before and after, their difference, and the evaluated tasks.
+    """Rows of the model card as texts by label: scores before and after training, their difference, number of tasks.
 
-    Empty without an evaluation.
+    Empty if no evaluation has a score.
     """
     if not (score := compare_scores(run.evaluations)):
         return {}

@@ -1,6 +1,6 @@
-"""The data of the page: what a run reached, its configuration, metrics, events and rollouts.
+"""The JSON data of the page in the browser: results, configuration, metrics, events and rollouts of runs.
 
-A live page gets all of it once, then the records that are new to it.
+A live page gets all data once, then only new records.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run_data(run: Run) -> dict[str, Any]:
 
 
 class RunData:
-    """The data of one run, which may grow. Of steps and groups each `every`th is in it."""
+    """The data of one run, which may grow: rollouts of each `every`th step, and events of each `every`th group."""
 
     def __init__(self, run: Run, every: int = 1) -> None:
         self.run, self.every = run, every
@@ -134,12 +134,12 @@ class RunData:
         return self.described | {
             "metrics": columns(self.run.metrics[metrics:]),
             "evaluations": columns(self.run.evaluations[evaluations:]),
-            "events": list(self._drawn(self.run.events[events:])),
+            "events": list(self._timeline_events(self.run.events[events:])),
             "rollouts": self.rollouts[steps:],
         }
 
-    def _drawn(self, events: Sequence[Record]) -> Iterator[Record]:
-        """The events that the timeline draws: all but those of engines, of groups each `every`th."""
+    def _timeline_events(self, events: Sequence[Record]) -> Iterator[Record]:
+        """The events that the timeline draws: each `every`th of kind "group", none of kind "engine", and all others."""
         groups = 0
         for event in events:
             if event.get("kind") == "engine" or not is_finite(event.get("start")):
@@ -162,9 +162,9 @@ class LivePage:
         if not any(data.unread for data in self.runs) and time.monotonic() - self._polled < POLL_S:
             return
         for index, run in enumerate([data.run for data in self.runs]):
-            replaced = run.replaced
+            replacements = run.replacements
             changed = run.poll()
-            if run.replaced != replaced:
+            if run.replacements != replacements:
                 self.runs[index] = RunData(run)
                 self._sizes.clear()
             self._version += self.runs[index].update(changed, READ_S)

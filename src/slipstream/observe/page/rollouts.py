@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from slipstream.observe.run_data import Record, Run, split_rollouts
+from slipstream.observe.run_data import Record, Run, group_turns_by_rollout
 
 MAX_TOKENS, MAX_CHARACTERS = 8_000, 60_000  # shown of a completion
 MAX_PROMPT = 20_000  # characters
@@ -75,7 +75,7 @@ def describe_rollouts(run: Run, step: int) -> dict[str, list[Any]]:
     A column "env/NAME" has the values of a metric of the environment.
     """
     table = run.table(step, DESCRIBED)
-    rows = [_describe(step, turns) for turns in split_rollouts(table.to_pylist())] if table is not None else []
+    rows = [_describe(step, turns) for turns in group_turns_by_rollout(table.to_pylist())] if table is not None else []
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
@@ -149,7 +149,7 @@ def _groups(table: pa.Table) -> Iterator[list[Record]]:
 
 def _group(rows: list[Record], texts: TokenTexts | None, pieces: dict[str, int]) -> dict[str, Any]:
     rollouts = []
-    for turns in split_rollouts(rows):
+    for turns in group_turns_by_rollout(rows):
         common = {key: turns[0][key] for key in ("rollout", "role", "reward", "advantage")}
         told = [_turn(row, turns[i - 1] if i else None, texts, pieces) for i, row in enumerate(turns)]
         rollouts.append(common | {"metrics": dict(turns[0]["metrics"] or ()), "turns": told})
