@@ -232,7 +232,7 @@ def watch_all(watch: Watch) -> None:
     """Measure the phases of a run, and start the timer with its first step."""
     for owner, method, name in (
         (checkpoints, "save_checkpoint", "checkpoint"), (finish, "save_checkpoint", "checkpoint"),
-        *((module, "evaluate_run", "evaluation") for module in (setup, evaluation, finish)),
+        *((module, "evaluate_served_policy", "evaluation") for module in (setup, evaluation, finish)),
         (run, "record_step", "metrics"), (run, "build_batch", "batch: advantages"),
         (publish.WeightPublisher, "publish", "publish"), (recorder.Recorder, "_write_step", "record (thread)"),
         (WorkerProcess, "kill", "kill"), (process, "process_group_alive", "/proc scan (thread)"),

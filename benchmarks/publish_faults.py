@@ -410,7 +410,7 @@ class Faults:
 
     async def _replace(self, engine: EngineReplica) -> None:
         self.replaced += 1
-        successor, start = engine.successor(self._config)
+        successor, start = engine.create_successor(self._config)
         self._cluster.generator.change(add=[successor], remove=[engine])
         await engine.process.stop(5)
         await start()

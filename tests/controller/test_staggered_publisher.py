@@ -411,7 +411,7 @@ def test_an_engine_that_joins_in_the_middle_of_a_publish_gets_its_version(
             await changing(cluster).change(1)
             publishing = asyncio.ensure_future(link.publish(1))
             await orders.reached("hold 1")
-            successor, start = gone.successor(cluster._config)
+            successor, start = gone.create_successor(cluster._config)
             pool.change(add=[successor], remove=[gone])
             await start()
             successor.started = True

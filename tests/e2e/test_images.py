@@ -43,7 +43,7 @@ def save_tasks(folder: Path, processor: ImageProcessor) -> dict[str, int]:
         for name, data in images.items():
             (folder / name).write_bytes(data)
         rows.append({"question": f"{i} + 1 =", "images": [*images]})
-        tokens[f"train/{i + 1}"] = sum(processor.tokens.read(data).tokens for data in images.values())
+        tokens[f"train/{i + 1}"] = sum(processor.token_spec.read(data).tokens for data in images.values())
     (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return tokens
 

@@ -80,7 +80,8 @@ def test_a_prompt_has_the_tokens_of_the_models_processor(path: str, chat: ChatTo
     assert prompt_ids == (by_processor(path, messages) if sizes else list(chat.encode(messages)))
     assert [image.data for image in sampling.images] == [png(*size) for size in sizes]
     assert policy.recorded[0].images == completion.images == sampling.images
-    assert prompt_ids.count(chat.image_tokens.placeholder) == sum(image.tokens for image in sampling.images)  # type: ignore[union-attr]
+    assert chat.image_token_spec is not None
+    assert prompt_ids.count(chat.image_token_spec.placeholder) == sum(image.tokens for image in sampling.images)
 
 
 def test_a_conversation_adds_images(path: str, chat: ChatTokenizer) -> None:

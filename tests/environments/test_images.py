@@ -27,7 +27,7 @@ from slipstream.environments.load import load_environment
 from slipstream.environments.openai_api import ChatRequest, RequestError, parse_request
 from slipstream.environments.prompts import find_overlong_prompts
 from slipstream.environments.text_limits import count_characters
-from slipstream.model.images import ImageTokens
+from slipstream.model.images import ImageTokenSpec
 from tests.environments.test_endpoint import Served
 
 datasets = pytest.importorskip("datasets")
@@ -384,7 +384,7 @@ async def _answer(content: Any) -> tuple[int, str]:
 
 def test_a_body_may_have_a_large_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """An image of 19 MB is read if the model reads images, and refused only since it is damaged."""
-    monkeypatch.setattr(ChatTokenizer, "image_tokens", ImageTokens(42, 8, 64, 1024))
+    monkeypatch.setattr(ChatTokenizer, "image_token_spec", ImageTokenSpec(42, 8, 64, 1024))
     status, message = asyncio.run(_answer([{"type": "image_url", "image_url": {"url": uri(bytes(19_000_000))}}]))
     assert status == 400 and "the image is not an image in the formats" in message and len(message) < 300
     monkeypatch.undo()

@@ -75,12 +75,12 @@ def test_packed_log_probabilities_and_gradients_are_those_of_a_plain_forward_pas
         if parameter.requires_grad and ".lora_" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     plain, processor = copy.deepcopy(model), processor_of(path)
-    small, tall, wide = (processor.tokens.read(png(*size)) for size in ((20, 24), (40, 16), (16, 64)))
+    small, tall, wide = (processor.token_spec.read(png(*size)) for size in ((20, 24), (40, 16), (16, 64)))
     assert tall.rows > tall.columns and wide.rows < wide.columns
     every = [
         sample(processor, [5, 0, 6], [small], 1),
         sample(processor, [5, 0, 6], [small], 2),
-        sample(processor, [5, 0, 6], [processor.tokens.read(png(20, 24, seed=1))], 3),  # of the same size
+        sample(processor, [5, 0, 6], [processor.token_spec.read(png(20, 24, seed=1))], 3),  # of the same size
         sample(processor, [0, 7, 0, 6], [tall, wide], 4, tokens=1),
         sample(processor, [5, 6, 7], [], 5),
     ]
@@ -103,7 +103,7 @@ def test_packed_log_probabilities_and_gradients_are_those_of_a_plain_forward_pas
 def test_a_placeholder_that_the_policy_samples_is_no_image(path: Path) -> None:
     """Its embedding is that of the token, and has a gradient."""
     processor = processor_of(path)
-    one = sample(processor, [5, 0, 6], [processor.tokens.read(png(20, 24))], 1)
+    one = sample(processor, [5, 0, 6], [processor.token_spec.read(png(20, 24))], 1)
     one.token_ids[one.sampled_positions[2]] = processor.placeholder
     model = load_model(ModelConfig(path=str(path)), LoraConfig(), device=CPU, dtype=torch.float32).eval()
     other = copy.deepcopy(one)
@@ -138,11 +138,11 @@ def test_placeholders_of_images_are_expanded_and_collapsed() -> None:
 @pytest.mark.parametrize("read", [lambda data, tokens: tokens.read(data), lambda data, _: decode_image(data)])
 def test_a_file_that_is_no_image_is_refused(path: Path, read: Any) -> None:
     with pytest.raises(InvalidImages, match="can't be read"):
-        read(b"no image", processor_of(path).tokens)
+        read(b"no image", processor_of(path).token_spec)
 
 
 def test_a_truncated_file_is_refused_when_it_is_decoded(path: Path) -> None:
-    assert processor_of(path).tokens.read(png(200, 200)[:2000])
+    assert processor_of(path).token_spec.read(png(200, 200)[:2000])
     with pytest.raises(InvalidImages, match="can't be read"):
         decode_image(png(200, 200)[:2000])
 
@@ -151,7 +151,7 @@ def test_an_image_of_too_many_pixels_is_refused(path: Path) -> None:
     buffer = io.BytesIO()
     Pil.new("1", (8000, 8000)).save(buffer, "PNG")
     with pytest.raises(InvalidImages, match="8000 x 8000 pixels"):
-        processor_of(path).tokens.read(buffer.getvalue())
+        processor_of(path).token_spec.read(buffer.getvalue())
 
 
 def encoded(image: Any, **options: Any) -> bytes:
@@ -167,7 +167,7 @@ def test_an_image_is_turned_by_its_orientation(path: Path) -> None:
     exif[ORIENTATION] = 6
     data = encoded(image, exif=exif)
     assert decode_image(data).size == (16, 64) and image.size == (64, 16)
-    found = processor_of(path).tokens.read(data)
+    found = processor_of(path).token_spec.read(data)
     [[_, rows, columns]] = processor_of(path).inputs([found])["image_grid_thw"].tolist()
     assert (found.rows, found.columns) == (rows // 2, columns // 2) == (8, 2)
 
@@ -185,7 +185,7 @@ def test_transparency_is_white_and_deep_gray_keeps_its_range() -> None:
 @pytest.mark.parametrize("size", [(20, 24), (7, 300), (1, 150), (200, 190), (33, 31), (1000, 30), (64, 64), (5, 5)])
 def test_an_image_has_the_tokens_that_the_processor_gives_it(path: Path, size: tuple[int, int]) -> None:
     processor = processor_of(path)
-    found = processor.tokens.read(png(*size))
+    found = processor.token_spec.read(png(*size))
     [[_, rows, columns]] = processor.inputs([found])["image_grid_thw"].tolist()
     assert (found.rows, found.columns) == (rows // 2, columns // 2)
 

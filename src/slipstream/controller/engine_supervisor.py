@@ -135,7 +135,7 @@ def least_engines(config: Config) -> int:
 async def replace_engine(run: RunContext, engine: EngineReplica) -> EngineReplica:
     """Start a successor of a dead engine, and wait until it serves or dies. Returns it."""
     began = time.monotonic()
-    successor, start = engine.successor(run.cluster.link.start_config(run.config))
+    successor, start = engine.create_successor(run.cluster.link.start_config(run.config))
     run.cluster.generator.change(add=[successor], remove=[engine])
     run.engine_watches[successor] = run.engine_watches.pop(engine)
     await engine.process.stop(STOP_TIMEOUT_S)  # also frees the place of an actor

@@ -65,17 +65,18 @@ async def evaluate_if_due(run: RunContext, tokens: int) -> None:
     if run.evaluation and not run.evaluation.done():
         run.progress.warn(f"evaluation at step {step} left out: the one before is still running")
         return
-    run.evaluation = run.tasks.create_task(evaluate_run(run))
+    run.evaluation = run.tasks.create_task(evaluate_served_policy(run))
     run.evaluation.add_done_callback(lambda _: run.changed.set())
     if run.config.loop.max_lag == 0:
         run.recorder.write()  # the trainer is idle now
         await run.evaluation
 
 
-async def evaluate_run(run: RunContext) -> None:
-    """Evaluate the served policy concurrently with training rollouts, and record the result.
+async def evaluate_served_policy(run: RunContext) -> None:
+    """Evaluate the policy that engines serve, and record the result. Does nothing without held-out tasks.
 
-    Without held-out tasks it does nothing. Raises `WorkerDied` if no engine is alive.
+    Training may continue in the meantime, if the caller lets it; then the version may change, unless
+    `evaluation.snapshot`. Raises `WorkerDied` if no engine is alive.
     """
     environments = [each.loaded for each in run.environments]
     if not any(held_out_tasks(run.config, each) for each in environments):

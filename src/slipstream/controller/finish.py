@@ -17,7 +17,7 @@ from typing import Any
 from slipstream.config.plugins import Interrupts, one_line
 from slipstream.controller.checkpoints import save_checkpoint
 from slipstream.controller.engine_supervisor import close_cluster
-from slipstream.controller.evaluation import evaluate_run
+from slipstream.controller.evaluation import evaluate_served_policy
 from slipstream.controller.publishing import publish_version, wait_published
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.episode import first_error
@@ -102,7 +102,7 @@ async def finish(run: RunContext) -> dict[str, Any]:
     evaluated = last.get("step") == run.state.step and set(last["versions"]) == {run.state.version}
     if not run.stopped and not evaluated:
         run.cluster.generator.oldest = run.state.version  # late engines take no part
-        await evaluate_run(run)
+        await evaluate_served_policy(run)
     await save_checkpoint(run, asyncio.Event())
     async with run.cluster.trainer_turn(publishes=False):
         await run.cluster.trainer.export(run.directory.policy)

@@ -20,7 +20,7 @@ import torch
 from slipstream.config.schema import AUTO, Config, ConfigError
 from slipstream.controller.engine_calls import PublishError
 from slipstream.controller.engine_supervisor import close_cluster, supervise_engines
-from slipstream.controller.evaluation import evaluate_run, held_out_tasks
+from slipstream.controller.evaluation import evaluate_served_policy, held_out_tasks
 from slipstream.controller.launch import Cluster
 from slipstream.controller.metrics import pool_state
 from slipstream.controller.node_checks import check_nodes, measure_network
@@ -138,7 +138,7 @@ def validate_models(config: Config) -> None:
 
 
 def _validate_reference(policy: str, reference: str) -> None:
-    """Raise `ConfigError` if the policy reads images, and the reference is a model of another type."""
+    """Raise `ConfigError` if the policy at `policy` reads images and the model at `reference` is of another type."""
     ours, theirs = (model_config(path) for path in (policy, reference))
     if reads_images(ours) and ours.model_type != (kind := getattr(theirs, "model_type", "")):
         raise ConfigError(
@@ -276,7 +276,7 @@ async def continue_from(run: RunContext, checkpoint: Path | None, state: dict[st
         run.state.ready = [await run.scoring.add_teacher(group) for group in run.state.ready]
     await probe(run)
     if not run.totals.evaluations and not run.stopped:
-        await evaluate_run(run)
+        await evaluate_served_policy(run)
     run.totals.open(await run.cluster.generator.stats())
     if not run.trainer_restarts:
         run.events.add("start", CONTROLLER, started_at, run.events.now(), step=run.state.step)

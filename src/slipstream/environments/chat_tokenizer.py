@@ -23,7 +23,7 @@ from slipstream.environments.tools import (
     split_hermes,
 )
 from slipstream.generators.base import GenerationError
-from slipstream.model.images import IMAGE_TYPES, ImageTokens, InvalidImages, expand, image_processor
+from slipstream.model.images import IMAGE_TYPES, ImageTokenSpec, InvalidImages, expand, image_processor
 from slipstream.rollout import Completion, Image, int32_array
 
 Message = Mapping[str, Any]
@@ -40,7 +40,7 @@ def _invalid_prompt_error(prompt: Any) -> GenerationError:
 
 
 @functools.lru_cache(READ_IMAGES)
-def _read_image(uri: str, tokens: ImageTokens) -> Image:
+def _read_image(uri: str, tokens: ImageTokenSpec) -> Image:
     """The image of a data URI: one object for all rollouts of a group."""
     return tokens.read(decode_data_uri(uri))
 
@@ -69,16 +69,19 @@ class ChatTokenizer:
         self._templates: dict[str, ChatTokenizer] = {}
 
     @functools.cached_property
-    def image_tokens(self) -> ImageTokens | None:
-        """Size and placeholder of images; None if the model reads none."""
-        processor = image_processor(self._options.path)  # imports torch, as no episode worker should
-        return processor.tokens if processor else None
+    def image_token_spec(self) -> ImageTokenSpec | None:
+        """Placeholder id, pixels of a token's side, and limits of an image's pixels; None for a text-only model.
+
+        The first access imports torch.
+        """
+        processor = image_processor(self._options.path)  # episode workers should not import torch
+        return processor.token_spec if processor else None
 
     def images(self, prompt: Any) -> tuple[Image, ...]:
         """The images of a prompt, in order. Raises `GenerationError` for images that the model can't read."""
         if not (found := image_parts(prompt)):
             return ()
-        if (tokens := self.image_tokens) is None:
+        if (tokens := self.image_token_spec) is None:
             known = ", ".join(IMAGE_TYPES)
             raise GenerationError(f"the prompt has images, and the model reads none; give one of type {known}")
         try:
@@ -88,15 +91,15 @@ class ChatTokenizer:
 
     def _with_placeholders(self, token_ids: array[int], images: Sequence[Image]) -> array[int]:
         """Token ids with a placeholder for each token of the images. Raises `GenerationError`."""
-        if self.image_tokens is None:
+        if self.image_token_spec is None:
             return token_ids
         try:
-            return expand(token_ids, images, self.image_tokens.placeholder)
+            return expand(token_ids, images, self.image_token_spec.placeholder)
         except InvalidImages as error:
             raise GenerationError(str(error)) from None
 
-    def __reduce__(self) -> tuple[Callable[..., ChatTokenizer], tuple[Any, int, ModelConfig, ImageTokens | None]]:
-        return _with_images, (self._tokenizer, self.limits.context, self._options, self.image_tokens)
+    def __reduce__(self) -> tuple[Callable[..., ChatTokenizer], tuple[Any, int, ModelConfig, ImageTokenSpec | None]]:
+        return _with_images, (self._tokenizer, self.limits.context, self._options, self.image_token_spec)
 
     def with_template(self, arguments: Mapping[str, Any]) -> ChatTokenizer:
         """A copy with further arguments of the chat template; the same one for equal arguments."""
@@ -106,7 +109,7 @@ class ChatTokenizer:
         key = json.dumps(both, sort_keys=True, default=str)
         if not (found := self._templates.get(key)):
             options = self._options.model_copy(update={"chat_template_kwargs": both})
-            found = _with_images(self._tokenizer, self.limits.context, options, self.image_tokens)
+            found = _with_images(self._tokenizer, self.limits.context, options, self.image_token_spec)
             if len(self._templates) >= MAX_TEMPLATES:
                 self._templates.clear()
             self._templates[key] = found
@@ -213,8 +216,8 @@ class ChatTokenizer:
 
     def decode_prompt(self, token_ids: Sequence[int]) -> str:
         """Text of a prompt to show, with special tokens, and one placeholder for each image."""
-        if self.image_tokens:
-            placeholder = self.image_tokens.placeholder
+        if self.image_token_spec:
+            placeholder = self.image_token_spec.placeholder
             pairs = zip(token_ids, (None, *token_ids), strict=False)
             token_ids = [token for token, before in pairs if token != placeholder or before != placeholder]
         return self._decode(token_ids, skip_special_tokens=False)
@@ -254,8 +257,8 @@ class ChatTokenizer:
         return int32_array(self._apply_template(messages, tools, tokenize=True, return_dict=False))
 
 
-def _with_images(tokenizer: Any, context: int, options: ModelConfig, images: ImageTokens | None) -> ChatTokenizer:
+def _with_images(tokenizer: Any, context: int, options: ModelConfig, images: ImageTokenSpec | None) -> ChatTokenizer:
     """A tokenizer that does not read the model's files again, as in another process."""
     found = ChatTokenizer(tokenizer, context, options)
-    found.image_tokens = images
+    found.image_token_spec = images
     return found

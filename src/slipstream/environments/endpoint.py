@@ -60,7 +60,7 @@ class Endpoint:
         self._sessions: dict[str, str] = {}  # the secret of each session's episode
         self._server: asyncio.Task[web.AppRunner] | None = None
         context = tokenizer.limits.context
-        least = IMAGE_BODY_LIMIT if tokenizer.image_tokens else MIN_BODY_LIMIT
+        least = IMAGE_BODY_LIMIT if tokenizer.image_token_spec else MIN_BODY_LIMIT
         self._max_body = max(least, BYTES_PER_TOKEN * context) if context else MAX_BODY
 
     async def open(self, policy: Policy) -> str:

@@ -66,7 +66,7 @@ class Session:
         try:
             async with asyncio.timeout(self._seconds):
                 over_http = self._http or kind == "schema"
-                answer = await (self._over_http if over_http else self._over_socket)(kind, data)
+                answer = await (self._request_over_http if over_http else self._request_over_socket)(kind, data)
         except (ServerFailed, InvalidAction, _ServerFull):
             raise
         except TimeoutError:
@@ -98,7 +98,11 @@ class Session:
             await self._socket.close()
             self._socket = None
 
-    async def _over_socket(self, kind: str, data: dict[str, Any]) -> Any:
+    async def _request_over_socket(self, kind: str, data: dict[str, Any]) -> Any:
+        """The answer's data by WebSocket, which is connected first if needed.
+
+        Raises `InvalidAction`, `_ServerFull`, `ServerFailed`, and errors of aiohttp or of parsing.
+        """
         from aiohttp import ClientWSTimeout, WSMsgType
 
         if self._socket is None:
@@ -120,7 +124,8 @@ class Session:
                 raise _ServerFull(error.get("message"))
         raise self.failed(kind, f"{error.get('message') or _problems(error.get('errors'))} ({error.get('code')})")
 
-    async def _over_http(self, kind: str, data: dict[str, Any]) -> Any:
+    async def _request_over_http(self, kind: str, data: dict[str, Any]) -> Any:
+        """The answer by HTTP. Raises `InvalidAction`, `ServerFailed`, and errors of aiohttp or of parsing."""
         method, body = ("GET", None) if kind == "schema" else ("POST", {"action": data} if kind == "step" else data)
         async with self._client.request(method, f"{self._url}/{kind}", json=body) as response:
             if kind == "step" and response.status == 422:

@@ -138,8 +138,11 @@ class EngineReplica:
         """Whether the run started the engine, and so can start another in its place."""
         return self._begin is not None
 
-    def successor(self, config: Config) -> tuple[EngineReplica, Start]:
-        """A replica that takes over from this one, which is dead, and the function that starts it."""
+    def create_successor(self, config: Config) -> tuple[EngineReplica, Start]:
+        """A replica to take the place of this dead one, and the coroutine function that starts it.
+
+        Call it only if `replaceable`. The caller adds the replica to the pool.
+        """
         assert self._begin is not None
         process, start = self._begin(config)
         new = EngineReplica(process, self.ranks, self._begin, self.slots.count, started=False)

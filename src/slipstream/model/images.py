@@ -2,7 +2,7 @@
 
 For models of `IMAGE_TYPES`. Their tokenizers write one placeholder for an image; the model reads a row of placeholders
 for each row of merged patches. `expand` and `collapse` convert between the two. Only `ImageProcessor` and its function
-import torch: reward and episode workers import this module, and use `ImageTokens`.
+import torch: reward and episode workers import this module, and use `ImageTokenSpec`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def reads_images(config: Any) -> bool:
     return getattr(config, "model_type", "") in IMAGE_TYPES
 
 
-class ImageTokens(NamedTuple):
-    """The placeholder of a model, and the size of images in its tokens: pixels of a token's side, and of an image."""
+class ImageTokenSpec(NamedTuple):
+    """A model's placeholder id, the pixels of a token's side, and the limits of an image's pixels after resizing."""
 
     placeholder: int
     side: int
@@ -92,12 +92,12 @@ class ImageProcessor:
 
         own = self._processor = AutoImageProcessor.from_pretrained(config.name_or_path, trust_remote_code=False)
         limits = own.size["shortest_edge"], own.size["longest_edge"]
-        self.tokens = ImageTokens(config.image_token_id, own.patch_size * own.merge_size, *limits)
+        self.token_spec = ImageTokenSpec(config.image_token_id, own.patch_size * own.merge_size, *limits)
         self._process = lru_cache(DECODED_IMAGES)(self._inputs_of_image)
 
     @property
     def placeholder(self) -> int:
-        return self.tokens.placeholder
+        return self.token_spec.placeholder
 
     def inputs(self, images: Sequence[Image]) -> dict[str, Tensor]:
         """Arguments of the model's forward method for these images, in the order of their placeholders."""

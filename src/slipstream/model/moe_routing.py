@@ -48,7 +48,7 @@ class ExpertRouting:
         for router in self._routers.values():
             router.weighting, router.recorded, router.chosen = infer_weighting(router), None, None
             if router.weighting:
-                router.register_forward_hook(_replay)
+                router.register_forward_hook(_record_and_replay)
         self._load: Tensor | None = None
 
     @property
@@ -154,8 +154,11 @@ def _matching_weighting(logits: Tensor, weights: Tensor, experts: Tensor) -> Rou
     return None
 
 
-def _replay(router: Any, _: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """Forward hook of a router: replaces its experts by the recorded ones, with weights from its logits."""
+def _record_and_replay(router: Any, _: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """Forward hook of a router: stores its choice in `router.chosen`, and routes by recorded experts, if any.
+
+    Recorded experts get weights from the router's logits; its own choice stays where they are -1.
+    """
     logits, weights, router.chosen, *others = output
     if router.recorded is None:
         return None

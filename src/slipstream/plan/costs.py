@@ -87,7 +87,7 @@ class EngineCost:
     def _matmul_seconds(self, sequences: int) -> float:
         """Seconds of a decode step's matrix products on a GPU: the longer of reading the weights and multiplying."""
         gpu, rates, shape = self.cluster.gpu, self.rates, self.shape
-        reading = shape.decode_bytes(sequences) / self.tp / (gpu.bandwidth * rates.bandwidth)
+        reading = shape.decode_weight_bytes(sequences) / self.tp / (gpu.bandwidth * rates.bandwidth)
         operations = shape.forward_operations(sequences, 0)
         return max(reading, operations / self.tp / (gpu.operations * rates.prefill))
 

@@ -69,8 +69,11 @@ class Shape:
         """Of one token in all layers, in bfloat16."""
         return 2 * BF16 * self.layers * self.kv_heads * self.head_dim
 
-    def decode_bytes(self, sequences: float) -> float:
-        """Bytes of the weights that a decode step of `sequences` reads: of experts, the expected number."""
+    def decode_weight_bytes(self, sequences: float) -> float:
+        """Bytes of weights that a decode step of `sequences` reads on all tensor-parallel GPUs together.
+
+        Counts the expected number of distinct experts, and neither an untied input embedding nor keys and values.
+        """
         touched: float = self.experts * (1 - (1 - self.active / self.experts) ** max(sequences, 1))
         unread = self.matrix_bytes * (self.experts - touched) * self.expert_parameters * self.layers
         return self.weight_bytes - unread - (0 if self.tied else BF16 * self.embedding)

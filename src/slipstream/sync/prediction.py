@@ -1,8 +1,9 @@
-"""Expected share of bfloat16 elements that a publish changes, from the learning rate and the sizes of the weights.
+"""Expected share of bfloat16 elements that a publish changes, from the learning rate and the magnitudes of the weights.
 
-The trainer updates float32 master weights, and engines serve them rounded to bfloat16. Served elements of one exponent
-have equal spacing. An element changes if its master crosses a boundary between two bfloat16 values. With masters spread
-evenly between boundaries, the probability is the displacement over the spacing, at most 1.
+The trainer updates float32 master weights, and engines serve them rounded to bfloat16. Bfloat16 values of one exponent
+are evenly spaced. An element changes if its master weight crosses a boundary between two bfloat16 values. With master
+weights spread evenly between boundaries, the probability is the distance that the master weight moved, divided by the
+spacing, at most 1.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ def expected_changed_fraction(
     """
     spacing = 2.0 ** (torch.arange(EXPONENTS, dtype=torch.float64).clamp(min=1) - BIAS - MANTISSA_BITS)
     decay = learning_rate * weight_decay * steps * spacing * 2**MANTISSA_BITS * MEAN_MANTISSA
-    walk = learning_rate * displacement(steps, taken, beta1)
+    walk = learning_rate * displacement_std(steps, taken, beta1)
     moved, damped = _crossing((walk**2 + decay**2).sqrt() / spacing), _crossing(decay / spacing)
     fractions = moving * moved + (1 - moving) * damped
     return float((fractions * exponents).sum() / exponents.sum())
 
 
-def displacement(steps: int, taken: int, beta1: float) -> float:
+def displacement_std(steps: int, taken: int, beta1: float) -> float:
     """Standard deviation of the sum of `steps` updates after `taken`, in learning rates.
 
     An update is the bias-corrected mean of all gradients so far, over their standard deviation. Consecutive updates

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream.generators.vllm.requests import VllmRequest
-from slipstream.generators.vllm.sampler import SinglePassSampler, is_unrestricted, use_single_pass
+from slipstream.generators.vllm.sampler import SinglePassSampler, is_logit_neutral, use_single_pass
 from slipstream.rollout import Sampling
 from tests.conftest import run_kernel_cases
 
@@ -44,7 +44,7 @@ def test_kernels_sample_with_the_probabilities_of_the_logits() -> None:
     ],
 )
 def test_whole_distributions_need_one_pass(sampling: Sampling) -> None:
-    assert is_unrestricted(parameters(sampling))
+    assert is_logit_neutral(parameters(sampling))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_whole_distributions_need_one_pass(sampling: Sampling) -> None:
     ],
 )
 def test_other_distributions_are_left_to_vllm(parameter: dict[str, Any]) -> None:
-    assert not is_unrestricted(parameters(Sampling(max_tokens=8), **parameter))
+    assert not is_logit_neutral(parameters(Sampling(max_tokens=8), **parameter))
 
 
 class Theirs:

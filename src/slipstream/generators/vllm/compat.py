@@ -38,15 +38,18 @@ def refusals() -> tuple[type[Exception], ...]:
     return ValueError, getattr(exceptions, "VLLMClientError", ValueError)
 
 
-def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 values of a matrix and the scale of each row, `[rows, 1]`, by vLLM's functions for "fp8_per_channel"."""
+def quantize_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 values `[rows, columns]` of a bfloat16 matrix, and the float32 scale of each row, `[rows, 1]`.
+
+    Calls vLLM's functions for "fp8_per_channel".
+    """
     from vllm.model_executor.layers.quantization.online import fp8
 
     if not scales_span_ranks():  # 0.25
-        values, scale = fp8.ops.scaled_fp8_quant(rows, scale=None, use_per_token_if_dynamic=True)
+        values, scale = fp8.ops.scaled_fp8_quant(matrix, scale=None, use_per_token_if_dynamic=True)
         return values, scale
-    scale = fp8._fp8_channel_scale(fp8.weight_amax(rows, dim=-1, keepdim=True))
-    return fp8._fp8_quant_per_channel(rows, scale), scale
+    scale = fp8._fp8_channel_scale(fp8.weight_amax(matrix, dim=-1, keepdim=True))
+    return fp8._fp8_quant_per_channel(matrix, scale), scale
 
 
 def scales_span_ranks() -> bool:

@@ -1,8 +1,8 @@
-"""FP8 weights of vLLM: each worker quantizes the rows that it receives, as vLLM quantizes the rows of files.
+"""Updates of vLLM's FP8 weights: each worker quantizes the received rows as vLLM quantizes those of model files.
 
 With `quantization = "fp8_per_channel"` vLLM stores the weights of linear layers and experts as 8-bit floats, and a
-float32 scale for each row. No row depends on another one. So a worker can quantize any rows of a version while the
-engine decodes; the swap copies them into the tensors that CUDA graphs read. Other parameters stay as they are.
+float32 scale for each row. Each row is quantized by itself. So a worker can quantize any rows of a version while the
+engine decodes; the swap copies them into the tensors that CUDA graphs read. Other parameters are not quantized.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def served_tensors(model: Any) -> dict[str, Tensor]:
     return served
 
 
-def with_scales(shards: Mapping[str, ParameterShard], served: Mapping[str, Tensor]) -> dict[str, ParameterShard]:
-    """Replace the shards of FP8 weights by `QuantizedShard`s, with their rows of the scales in `served`.
+def quantized_shards(shards: Mapping[str, ParameterShard], served: Mapping[str, Tensor]) -> dict[str, ParameterShard]:
+    """`shards`, with a `QuantizedShard` for each shard of FP8 weights; its scales are rows of those in `served`.
 
     Raises `InvalidInput` for a shard split by columns if vLLM computes row scales over the columns of all ranks.
     """

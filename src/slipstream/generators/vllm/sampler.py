@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Sampling parameters that leave the logits as they are: vLLM masks logits for structured outputs before it samples, and
-# has another sampler for watermarks. vLLM itself sets the names with an underscore.
+# Sampling parameters that leave the logits as they are, or scale them. vLLM masks logits for structured outputs before
+# it samples, and has another sampler for watermarks. vLLM itself sets the names with an underscore.
 LOGIT_NEUTRAL = {
     *("temperature", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "logprobs", "flat_logprobs"),
     *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
@@ -35,28 +35,28 @@ class SinglePassSampler:
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
-        self._unrestricted = np.zeros(len(sampler.sampling_states.num_logprobs), dtype=bool)  # by vLLM's request index
+        self._logit_neutral = np.zeros(len(sampler.sampling_states.num_logprobs), dtype=bool)  # by vLLM's request index
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
 
     def add_request(self, index: int, *arguments: Any) -> None:
         """Take a request's sampling parameters, the last of the arguments."""
-        self._unrestricted[index] = is_unrestricted(arguments[-1])
+        self._logit_neutral[index] = is_logit_neutral(arguments[-1])
         self._sampler.add_request(index, *arguments)
 
     def __call__(self, logits: Tensor, batch: Any) -> Any:
         """Sample a token for each sequence of vLLM's batch."""
-        unrestricted = self._unrestricted[batch.idx_mapping_np]
-        if len(logits) != len(unrestricted) or not unrestricted.any():
+        neutral = self._logit_neutral[batch.idx_mapping_np]
+        if len(logits) != len(neutral) or not neutral.any():
             return self._sampler(logits, batch)
         from slipstream.generators.vllm.sampling_kernels import sample
 
         states, positions = self._sampler.sampling_states, batch.positions[batch.logits_indices]
         drawn = sample(logits, batch.expanded_idx_mapping, states.temperature.gpu, states.seeds.gpu, positions)
-        if unrestricted.all():
+        if neutral.all():
             return self._output(*drawn, batch)
-        return _overwrite_rows(self._sampler(logits, batch), *drawn, unrestricted)
+        return _overwrite_rows(self._sampler(logits, batch), *drawn, neutral)
 
     def _output(self, tokens: Tensor, logprobs: Tensor, batch: Any) -> Any:
         """vLLM's output of these tokens, with log-probabilities if a sequence wants them."""
@@ -86,8 +86,8 @@ def _overwrite_rows(output: Any, tokens: Tensor, logprobs: Tensor, rows: NDArray
     return output
 
 
-def is_unrestricted(parameters: Any) -> bool:
-    """Whether these `SamplingParams` sample from all tokens, and ask for no log-probability but the sampled token's."""
+def is_logit_neutral(parameters: Any) -> bool:
+    """Whether these `SamplingParams` change logits by the temperature alone, and ask for no top log-probabilities."""
     default = type(parameters)()
     others = set(parameters.__struct_fields__) - LOGIT_NEUTRAL
     changed = any(np.any(getattr(parameters, name) != getattr(default, name)) for name in others)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.errors import InvalidInput
-from slipstream.generators.vllm.quantized_weights import served_tensors, with_scales
+from slipstream.generators.vllm.quantized_weights import quantized_shards, served_tensors
 from slipstream.sync.link import ParameterShard
 
 USE_RESTART = 'set sync.link = "checkpoint", sync.restart = true and sync.in_flight = "retry"'
@@ -62,7 +62,7 @@ def _map_by_name(
             shards |= _map_fused(names, served[f"{parent}.{whole}.{kind}"], shapes, rank, size)
         elif stages == 1:
             raise unserved_error(name)
-    shards = with_scales(shards, served)
+    shards = quantized_shards(shards, served)
     if stages > 1:
         _validate_stage(served, shards)
     return shards

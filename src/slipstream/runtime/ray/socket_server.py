@@ -24,9 +24,12 @@ class Offer:
     server: str
     number: int
 
-    def take(self, node: str) -> socket.socket | None:
-        """The socket, for a process on `node`; None on another node, or if the server can't be reached from here."""
-        if node != self.node:
+    def take(self, own_node: str) -> socket.socket | None:
+        """Receive the offered socket, which is open already, as a file descriptor. The caller is on `own_node`.
+
+        None on another node, if the server can't be reached, or if the socket was taken or dropped before.
+        """
+        if own_node != self.node:
             return None
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
             asking.settimeout(TIMEOUT_S)
