@@ -68,10 +68,10 @@ def pass_at_k(rewards: Tensor, *, k: int = 4) -> Tensor:
 
 
 def whiten(groups: Sequence[Tensor]) -> list[Tensor]:
-    """A_i <- (A_i - mean) / std over the rollouts of all groups; 0 if all are equal, NaN is ignored and kept
+    """A_i <- (A_i - mean) / std over the rollouts of all groups; 0 if all are equal
 
-    The global normalisation of REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): use `reward`, or `group_mean` for the
-    variant with a baseline.
+    NaN stays NaN, and is left out of mean and std. This is the global normalisation of REINFORCE++ (Hu et al. 2025,
+    arXiv:2501.03262), for advantages by `reward`, or by `group_mean` in its variant with a baseline.
     """
     known = torch.cat([*groups, torch.zeros(0, dtype=torch.float64)])
     known = known[~known.isnan()]

@@ -1,8 +1,9 @@
 """Policy-gradient losses, all of one signature: tokens and options in, one number per token out.
 
 `aggregation` averages the tokens of a step, and `corrections` weight off-policy tokens: Dr. GRPO and DAPO are `ppo`
-with another aggregation. r = exp(logprobs - behaviour) is the ratio to the policy that sampled the token, A its
-advantage, and sg(x) is x without its gradient. Where r = 1, every loss here has the gradient -A grad(logprobs).
+with another aggregation; `grpo` is `ppo` with truncated importance weights. r = exp(logprobs - behaviour logprobs) is
+the ratio to the policy that sampled the token, A its advantage, and sg(x) is x without its gradient. Where r = 1, every
+loss here has the gradient -A grad(logprobs).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.algorithms.tokens import Tokens, ratio
+from slipstream.algorithms.tokens import Tokens, proximal_from_lag, ratio
 
 
 def reinforce(tokens: Tokens) -> Tensor:
@@ -91,15 +92,6 @@ def decoupled(
     proximal = proximal_from_lag(tokens) if approximate else tokens.proximal
     weight = ratio(proximal - tokens.behaviour).clamp(max=high)
     return weight * _clipped(ratio(tokens.logprobs - proximal), tokens.advantages, clip_low, clip_high)
-
-
-def proximal_from_lag(tokens: Tokens) -> Tensor:
-    """log proximal = a behaviour + (1 - a) sg(logprobs),   a = 1 / lag, or 0 for a token of the newest version
-
-    A-3PO (Li et al. 2025, arXiv:2512.06547): the proximal policy of an older token is nearer to the present policy.
-    """
-    share = torch.where(tokens.lag > 0, 1 / tokens.lag.clamp(min=1), torch.zeros_like(tokens.behaviour))
-    return share * tokens.behaviour + (1 - share) * tokens.logprobs.detach()
 
 
 def dppo_tv(tokens: Tokens, *, bound: float = 0.15) -> Tensor:

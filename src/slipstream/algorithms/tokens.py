@@ -64,3 +64,12 @@ class Tokens:
 
     def _sums(self, values: Tensor) -> Tensor:
         return values.new_zeros(self._count).index_add(0, self.sequence, values)
+
+
+def proximal_from_lag(tokens: Tokens) -> Tensor:
+    """log proximal = a behaviour + (1 - a) sg(logprobs),   a = 1 / lag, or 0 for a token of the newest version
+
+    A-3PO (Li et al. 2025, arXiv:2512.06547): the proximal policy of an older token is nearer to the present policy.
+    """
+    share = torch.where(tokens.lag > 0, 1 / tokens.lag.clamp(min=1), torch.zeros_like(tokens.behaviour))
+    return share * tokens.behaviour + (1 - share) * tokens.logprobs.detach()

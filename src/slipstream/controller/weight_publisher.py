@@ -55,13 +55,9 @@ class WeightPublisher:
     """
 
     def __init__(
-        self,
-        trainer: WorkerProcess | RankGroup,
-        pool: GeneratorPool,
-        sync: SyncConfig,
-        turns: ColocatedScheduler | None = None,
-        sequence: float = 0.0,
-    ) -> None:
+        self, trainer: WorkerProcess | RankGroup, pool: GeneratorPool, sync: SyncConfig,
+        turns: ColocatedScheduler | None = None, sequence: float = 0.0,
+    ) -> None:  # fmt: skip
         self._process, self._pool, self._sync, self._turns = trainer, pool, sync, turns
         self._trainer = handle(TrainerWorker, trainer)
         self._sender = find_link(link_name(sync))[0]
@@ -249,7 +245,11 @@ class WeightPublisher:
                 self._remove_members(await self._failed_members(error))
 
     async def _try_publish(self, version: int, verify: str, free: asyncio.Event) -> tuple[list[Pause], float, float]:
-        """Publish to all members. Returns the pause of each, the duration of the send, the time of the last swap."""
+        """Publish once. Returns each member's pause, the duration of the send, and when the last swap ended.
+
+        Compares the checksums that `verify` chooses. Sets `free` once the trainer may step. Removes members that fail.
+        Raises if all fail, or one does in a collective transfer.
+        """
         names = chosen(self._names, version, verify)
         publish_handle = self._published = await self._trainer.stage(version)
         if self._turns:
@@ -320,12 +320,9 @@ class WeightPublisher:
         return list(pauses.values()), sending, ready
 
     async def _call_members(
-        self,
-        call: Callable[[EngineReplica], Awaitable[Any]],
-        doing: str,
-        together: Callable[[], bool] = lambda: False,
+        self, call: Callable[[EngineReplica], Awaitable[Any]], doing: str, together: Callable[[], bool] = lambda: False,
         more: float = 0.0,
-    ) -> Replies:
+    ) -> Replies:  # fmt: skip
         """Call each member. Returns the replies, and removes members that fail while others succeed.
 
         Only a few calls begin in one iteration of the event loop: beginning hundreds would block it.

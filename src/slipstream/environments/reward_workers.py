@@ -67,17 +67,17 @@ class ZeroReward(float):
 class RewardErrorCounter:
     """Turns reward functions that raise into a reward of 0 and reports each error to `on_error`.
 
-    After `limit` errors in a row rollouts fail: the function is broken.
+    After `limit` errors in a row rollouts fail: the function is broken. `succeeded` resets the count.
     """
 
     def __init__(self, limit: int, on_error: Callable[[ScoringError], None]) -> None:
         self._limit, self._on_error = limit, on_error
         self.in_a_row = 0
 
-    def count(self, error: ScoringError) -> float:
-        """Count an error of a reward function and report it to `on_error`. Returns a `ZeroReward`.
+    def count(self, error: ScoringError) -> ZeroReward:
+        """Count an error of a reward function, report it to `on_error`, and return the reward.
 
-        Raises the error instead after more than `limit` errors in a row.
+        Raises the error instead if it is one more than `limit` in a row.
         """
         self.in_a_row += 1
         if self.in_a_row > self._limit:

@@ -1,7 +1,11 @@
 """The weights that an engine serves, and the engine's end of a weight link.
 
 An engine may hold a part of a parameter (a tensor-parallel shard), or several parameters in one tensor (query, key and
-value). A `ParameterShard` names the part of a parameter that a tensor holds, so that each link can update each engine.
+value). A `ParameterShard` names the part of a parameter that a tensor holds, so that links can update any engine.
+
+`ServedWeights` is called in this order for a version: `prepare`; `prepared` until it is true; `apply`, between two
+forward passes; `applied` until it is true. In vLLM workers, `BlockingWeights` takes its place for `nccl_direct`, and
+`AdapterLoader` for adapters.
 """
 
 from __future__ import annotations

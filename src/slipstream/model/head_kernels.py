@@ -1,6 +1,7 @@
-"""Triton kernels for the softmax of a head's logits: each logit is read once, and gradients overwrite the logits.
+"""Triton kernels for the softmax of the language-model head's logits.
 
-The functions replace those of the same name in `logprobs` on GPUs.
+Each function reads a logit once; gradients overwrite the logits. `logprobs` calls these functions instead of its own of
+the same name if `compiled`: with `trainer.compile`, on a GPU, for dtypes other than float32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Packs samples into micro-batches: first a plan of indices, then tensors.
+"""Packs samples into micro-batches: `group_by_prefix` and `plan` choose indices, `pack` makes the tensors.
 
-A micro-batch is one row of concatenated tokens; only `pack(multiple=..., least=...)` adds padding, at its end. Samples
-with the same prompt share one copy of it; each is a *segment* that attends to the prompt and to itself:
+`plan` distributes prefix groups over micro-batches and data-parallel ranks so that their costs are about equal. A
+micro-batch is one row of concatenated tokens; only `pack(multiple=..., least=...)` adds padding, at its end. Samples
+with the same prompt share one copy of it; each is a *segment* that attends to the prompt and to itself. The last token
+of a sample is not in the row, since it is only a target:
 
     tokens    prompt  a a a a  b b b      attention   prompt to prompt, a to prompt + a, b to prompt + b
 """

@@ -135,7 +135,10 @@ class RewardModelWorker(Worker):
         return ScoredSequence(ids, [(len(ids) - 1, 0)])
 
     def _text(self, prompt: Any, completion: Completion) -> str:
-        """The task and the reply in the model's own chat template, or as they are if it has none."""
+        """The prompt and the reply in the reward model's chat template.
+
+        Without a template: the policy's decoded prompt tokens, followed by the completion's text.
+        """
         if not self._tokenizer.chat_template:
             before: str = self._policy_tokenizer.decode(completion.prompt_ids, skip_special_tokens=True)
             return before + completion.text

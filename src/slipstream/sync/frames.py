@@ -222,11 +222,11 @@ def unpack(frame: bytes) -> memoryview:
 
 
 def fetch(server: Address, secret: bytes, request: Request, into: Stream, limit: float) -> None:
-    """Fetch a stream from `server`, or from the peer that its answer names.
+    """Fetch a stream from `server`, or from a peer that the server redirects to.
 
-    Frames are added to `into` as they come. A broken connection is made again, and continues after the last whole
-    frame; if a peer fails, the server sends the rest. Raises `Refused`, or `TimeoutError` after `limit` seconds without
-    progress, which is any further byte of the stream.
+    Frames are added to `into` as they come. If a connection breaks or the peer fails, the rest is fetched from the
+    server, after the last whole frame. Raises `Refused` if the server refuses the request or has another stream by
+    then; `TimeoutError` if a connection fails after `limit` seconds without a further byte of the stream.
     """
     direct, began = False, time.monotonic()
     while not into.ended:

@@ -1,8 +1,8 @@
 """The `nccl_direct` link: vLLM's weight transfer engine, which pauses an engine during the whole transfer.
 
 It needs no staging memory: use it if GPU memory is too small for `nccl`. The trainer needs vLLM. Ranks meet through a
-`rendezvous`. The comparison of checksums, not the transfer, needs a mapping from the trainer's to vLLM's names
-(`map_parameters`).
+`rendezvous`. Each connect maps the trainer's to vLLM's parameters (`map_parameters`), although only checksums use the
+result: a model that can't be mapped is rejected, even if no checksums are compared. FP8 engines are rejected, too.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class PytorchTrainerWorker(Worker):
         self._on_link_ranks(lambda: self._open_sender.release(handle))
 
     async def checksums(self, names: Sequence[str]) -> dict[str, int] | None:
-        """As `TrainerWorker.checksums`; None on ranks other than 0."""
+        """As `TrainerWorker.checksums`; None on ranks other than 0. Collective: every rank must call it."""
         dtype = dtype_of(self._config)
         return self._on_rank_0(lambda: {name: checksum(self._weights[name].to(dtype)) for name in names})
 

@@ -105,7 +105,10 @@ class StepLayout:
         self._masks: dict[tuple[str, int | None], Tensor] = {}
 
     def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask `[running, 1, 1, width]` over the cache, for each sequence's newest token."""
+        """Additive mask `[running, 1, 1, width]` over the cache, for each sequence's newest token.
+
+        `window` None: full attention. All layers pass the same `dtype`, that of the cache.
+        """
         key = ("decode", window)
         if key not in self._masks:
             position = torch.arange(self.width, device=self.lengths.device)
