@@ -75,6 +75,8 @@ def test_a_healthy_run_is_silent() -> None:
     synchronous = {"loop": {"max_lag": 0}}
     assert warnings_of(lambda step: {}, config=synchronous) == []
     assert warnings_of(TROUBLE["lag-bound"], config=synchronous) == [], "dropped before a resume without lag"
+    for rule in ("trainer-idle", "engines-idle"):
+        assert warnings_of(TROUBLE[rule], config={"loop": {"max_lag": 2}, "sync": {"placement": "colocated"}}) == []
 
 
 @pytest.mark.parametrize("rule", TROUBLE)

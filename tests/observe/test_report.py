@@ -122,6 +122,12 @@ def test_a_failed_episode_is_shown_with_its_reason(path: Path) -> None:
     assert "before, failed" in text and "time limit" in text and "after, reward 0" in text
 
 
+def test_a_score_that_is_not_the_reward_is_shown_with_it(path: Path) -> None:
+    """Tasks are better or worse by score; the reward is that of the policy whose completion is shown."""
+    text = printed(path, [sample() | {"score": 0.5}], [sample("1+1=", "2", 1) | {"score": 1.0}])
+    assert "before, score 0.5, reward 0" in text and "after, reward 1" in text
+
+
 def test_reports_in_files_have_a_hundred_columns(path: Path) -> None:
     text = printed(path, [sample()], [sample()])
     assert max(map(len, text.splitlines())) == 100

@@ -192,7 +192,7 @@ def policy_of(target: str, name: str = "") -> Path:
     several = sorted({each.parent for kind in (ADAPTER, "config.json") for each in policy.glob(f"*/{kind}")})
     if several and not name:
         found = ", ".join(each.as_posix() for each in several)
-        how = "`export` and `push` take one of them with --policy NAME, `generate` and `verify` its directory"
+        how = "`export` and `push` take one of them with --policy NAME, `generate` its directory"
         raise ConfigError(f"{target} has several policies; {how}: {found}")
     if name and policy / name not in several:
         names = [each.name for each in several]

@@ -93,7 +93,7 @@ def _policies(run: Run) -> Iterator[tuple[str, str, str]]:
     against = [by_label(record, "eval/against_start", "policies") for record in run.evaluations]
     for name in each[0] if each else ():
         first, last = against[0][name], against[-1].get(name)
-        note = "" if first is None else f"against the others as at the start {arrow(first, last)}"
+        note = "on held-out tasks" + ("" if first is None else f"; others as at the start: {arrow(first, last)}")
         yield f"Reward of {name}", arrow(each[0][name], each[-1].get(name)), note
 
 

@@ -23,10 +23,9 @@ ENGINE_DOWN_S = 180.0  # after which an engine that is being started counts as l
 LONG_COMPLETION = 16  # tokens; shorter completions may coincide by chance, or since they are right
 MIN_ENTROPY = 3.0  # nats of a whole completion; samples with less coincide often
 MIN_ANSWERS = 20
-MIN_FREE_GB = 2.0
+MIN_FREE_GB, MIN_GROWTH_GB = 2.0, 0.5
 MIN_REWARD_S = 0.2  # shorter times after the last token are those of a busy controller
 SLOW_REWARDS = 0.4  # share of the time in which neither side works
-MIN_GROWTH_GB = 0.5
 WHILE_RUNNING = ". While it runs: "  # before the part of a remedy that a run that ended has no use for
 BEST_ROLLOUTS = "slipstream rollouts RUN"  # in a remedy; a link on the page
 
@@ -227,8 +226,9 @@ def _engines_idle(h: History) -> Measure:
 
 
 def _works_apart(h: History) -> bool:
-    """Whether trainer and engines may work at the same time, and do not both wait for rewards."""
-    return bool(h.option("loop.max_lag")) and not _slow_rewards(h).value > SLOW_REWARDS
+    """Whether trainer and engines may work at the same time, on GPUs of their own, and do not wait for rewards."""
+    apart = h.option("loop.max_lag") and h.option("sync.placement") != "colocated"
+    return bool(apart) and not _slow_rewards(h).value > SLOW_REWARDS
 
 
 def _engine_lost(h: History) -> Measure:

@@ -59,7 +59,9 @@ def _side_by_side(old: Mapping[str, Any], new: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, expand=True, title_justify="left")
     table.title = Text(shorten(old.get("prompt") or ""), style="italic")
     for when, sample in (("before", old), ("after", new)):
-        how = "failed" if "failed" in sample else f"reward {short(sample.get('reward'))}"
+        score, reward = sample.get("score"), sample.get("reward")
+        how = f"reward {short(reward)}" if score in (None, reward) else f"score {short(score)}, reward {short(reward)}"
+        how = "failed" if "failed" in sample else how
         table.add_column(f"{when}, {how}", ratio=1, overflow="fold")
     texts = (sample.get("failed") or sample.get("completion") or "" for sample in (old, new))
     table.add_row(*(Text(shorten(text) or "(nothing)") for text in texts))

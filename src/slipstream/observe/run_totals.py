@@ -104,9 +104,10 @@ class RunTotals:
         return self.wall_seconds + time.perf_counter() - self._started
 
     @property
-    def generator_rate(self) -> float:
-        """Tokens per second in this process's part of the window."""
-        return (self._at_close["tokens"] - self._at_open["tokens"]) / max(self._closed - self._opened, 1e-9)
+    def generator_rate(self) -> float | None:
+        """Tokens per second in this process's part of the window; None until a publish has counted tokens."""
+        tokens = self._at_close["tokens"] - self._at_open["tokens"]
+        return tokens / max(self._closed - self._opened, 1e-9) if tokens else None
 
     def carry_over(self, before: RunTotals, restarts: int, steps_lost: int) -> None:
         """After a restart of the trainer, keep those of the totals `before` it that going back does not undo."""
