@@ -67,6 +67,8 @@ def test_a_flag_sets_an_option_of_one_environment(file: Path) -> None:
             load_config(file, [flag])
     with pytest.raises(ConfigError, match=r"there is no entry 2 of \[\[environments\]\], which are counted from 0"):
         load_config(file, ["--environments.2.weight=1"])
+    with pytest.raises(ConfigError, match=r"no entry 0 of \[\[policies\]\], which a flag can't add; write them into"):
+        load_config(file, ["--policies.0.name=a"])
 
 
 def test_one_environment_is_a_list_of_one() -> None:

@@ -320,7 +320,8 @@ def _set_option(values: dict[str, Any], name: str, value: Any) -> None:
     if entry := ENTRY.match(name):
         entries, number = values.get(entry[1]), int(entry[2])
         if not isinstance(entries, list) or len(entries) <= number or not isinstance(entries[number], dict):
-            raise ConfigError(f"--{name}: there is no entry {number} of [[{entry[1]}]], which are counted from 0")
+            known = "are counted from 0" if entries else "a flag can't add; write them into the configuration file"
+            raise ConfigError(f"--{name}: there is no entry {number} of [[{entry[1]}]], which {known}")
         values, name = entries[number], name[entry.end() :]
     *parents, last = name.split(".")
     for parent in parents:
