@@ -20,7 +20,15 @@ from slipstream.rollout import Completion, Sampling, VersionSpan, int32_array
 from slipstream.runtime import run_directory
 from slipstream.runtime.run_directory import scratch_directory
 from slipstream.tools import verify as verification
-from slipstream.tools.verify import RAISE_TOKENS, PerturbingTrainer, Verdict, _longer, _verdict, _with_one_engine
+from slipstream.tools.verify import (
+    RAISE_TOKENS,
+    PerturbingTrainer,
+    Verdict,
+    _for_local_engines,
+    _longer,
+    _verdict,
+    _with_one_engine,
+)
 from tests.conftest import build_model, build_tokenizer
 from tests.vision import save_vision_model
 
@@ -203,6 +211,19 @@ def test_one_engine_of_a_single_copy_has_one_trainer_rank() -> None:
     )  # fmt: skip
     one = _with_one_engine(config)
     assert (one.generator.replicas, one.trainer.ranks, one.trainer.learning_rate) == (1, 1, 2e-6)
+
+
+@pytest.mark.parametrize(("rank", "link"), [(0, "shared"), (4, "lora")])
+def test_engines_to_compare_with_servers_get_weights_by_a_link_of_this_host(rank: int, link: str) -> None:
+    config = load_config(
+        None,
+        [
+            "--model.path=m", "--environment.name=addition", "--generator.engine=vllm", f"--lora.rank={rank}",
+            "--generator.servers=['http://far:1','http://far:2']",
+        ],
+    )  # fmt: skip
+    local = _for_local_engines(config)
+    assert (local.generator.servers, local.generator.replicas, local.sync.link) == ([], 1, link)
 
 
 def test_the_message_names_the_option_that_allows_longer_completions() -> None:

@@ -247,7 +247,7 @@ def _for_local_engines(config: Config) -> Config:
     generator, others = config.generator.model_dump(), {}
     if config.generator.servers:
         generator |= {"servers": [], "replicas": 1}
-        others = {"sync": {"link": "shared"}}
+        others = {"sync": {"link": "lora" if config.serves_adapters else "shared"}}
     if gpus_here() and config.generator.engine == "vllm":
         os.environ.update(BATCH_INVARIANT)
         engine_args = INVARIANT | config.generator.engine_args
