@@ -485,6 +485,7 @@ def short_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         ({"context": 20}, "--max-model-len 20; the run needs 129"),
         ({"sizes": FACTS["sizes"] | {"hidden_size": 8}}, r"with a model of hidden_size 8; \S+ has \d+: serve that"),
         ({"max_logprobs": 5}, "--max-logprobs 5; start it with --max-logprobs 9"),
+        ({"max_lora_rank": 8}, "--enable-lora and can't take full weights; start it without, or set lora.rank"),
     ],
 )
 def test_a_server_with_unsuitable_settings_is_refused(facts: dict[str, Any], named: str, model: Path) -> None:

@@ -152,6 +152,8 @@ def validate_server(name: str, facts: Mapping[str, Any], config: Config) -> None
          f"--max-logprobs {facts['max_logprobs']}", f"start it with --max-logprobs {config.largest_top_k}"),
         (facts["context"] < context, f"--max-model-len {facts['context']}",
          f"the run needs {context}: raise it, or lower generator.max_model_len and sampling.max_tokens"),
+        (not config.lora.rank and facts["max_lora_rank"], "--enable-lora and can't take full weights",
+         "start it without, or set lora.rank"),
         (config.lora.rank and facts["max_loras"] < config.loop.max_lag + 3,
          f"room for {facts['max_loras']} adapters that a run may load",
          f"start it with {UPDATE_ADAPTERS}=1 and --enable-lora --max-loras {config.loop.max_lag + 3} "
