@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from slipstream.cli import main
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.launch import Cluster
 from slipstream.generators.base import Interruption
+from slipstream.generators.vllm.server_adapters import ServerAdapters
 from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.rollout import Completion, Sampling
 from tests.conftest import VOCABULARY, build_model, build_tokenizer, random_prompts
@@ -184,7 +186,27 @@ def test_a_second_run_brings_its_own_adapters(
     two: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adapters of the first one are gone from the slots, also if it was killed, and a server without room for them is
-    refused."""
+    refused. Each name that a server lists can be sampled, and after a run only its newest version is listed."""
+
+    def post(path: str, body: dict[str, Any]) -> str:
+        sent = Request(two[0] + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urlopen(sent, timeout=30) as response:
+            text: str = response.read().decode()
+        return text
+
+    def complete(name: str) -> list[int]:
+        asked = {"model": name, "prompt": [5, 6], "max_tokens": 8, "temperature": 0, "ignore_eos": True,
+                 "return_token_ids": True}  # fmt: skip
+        tokens: list[int] = json.loads(post("/v1/completions", asked))["choices"][0]["token_ids"]
+        return tokens
+
+    def listed() -> list[str]:
+        """Names of adapters, each of which completes."""
+        with urlopen(f"{two[0]}/v1/models", timeout=30) as response:
+            names = [model["id"] for model in json.load(response)["data"] if model["parent"]]
+        for name in names:
+            complete(name)
+        return names
 
     async def main(loop_lag: int) -> None:
         config = configured(model, *two, sync__link="lora", lora__rank=4, loop__max_lag=loop_lag)
@@ -195,12 +217,25 @@ def test_a_second_run_brings_its_own_adapters(
                 await until(lambda version=version: served(pools) == [version] * 2)
                 drawn = await pools.generator.generate([5, 6], Sampling(max_tokens=3))
                 assert [span.version for span in drawn.spans] == [version]
+            drawn = await pools.generator.generate([5, 6], Sampling(max_tokens=8, temperature=0, ignore_eos=True))
+            newest[:] = [*drawn.token_ids]
+            await pools.trainer.export(tmp_path / "own")
 
+    newest: list[int] = []
     asyncio.run(main(1))
+    for number in range(4):  # as many as there are slots, and yet the newest version keeps its own
+        post("/v1/load_lora_adapter", {"lora_name": f"own-{number}", "lora_path": str(tmp_path / "own")})
+    [left, *own] = listed()
+    assert left.startswith("policy-v6-") and len(own) == 4
+    assert complete(left) == complete("own-0") == newest != complete(str(model))
     with monkeypatch.context() as killed:  # a run that is killed closes nothing
         killed.setattr(WorkerMethods, "slipstream_close", WorkerMethods.slipstream_describe)
+        killed.setattr(ServerAdapters, "older", [])
         asyncio.run(main(1))
+        assert "policy-v5-" in str(killed_names := listed()) and not {left, *own} & {*killed_names}
     asyncio.run(main(1))
+    [name] = listed()
+    assert complete(name) == newest
     with pytest.raises(ConfigError, match=r"room for 4 adapters .* --max-loras 5 --max-lora-rank 4"):
         asyncio.run(main(2))
 

@@ -94,10 +94,10 @@ class AdapterLoader:
         return True
 
     def close(self) -> None:
-        """Unload named adapters, and leave vLLM's manager as it was."""
+        """Leave vLLM's manager as it was. The newest named adapter is pinned: vLLM could not load it again."""
         self._worker_manager.add_adapter = self._add_adapter
-        for number in self._numbers.values():
-            self._worker_manager.remove_adapter(number)
+        for number in [*self._numbers.values()][-1:]:
+            self._worker_manager.pin_adapter(number)
         self._background.submit(self._files.close)  # after a load that is under way
         self._background.close()
 

@@ -24,6 +24,7 @@ R = TypeVar("R")
 REQUEST_TIMEOUT_S = 45.0  # of any request but a completion, a transfer, or `slipstream_connect`
 SILENT_TIMEOUT_S = 3.0  # of each further request to a server that did not answer one
 RPC = "/collective_rpc"
+UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 REMOVED_LOGPROB = -9999.0  # vLLM's log-probability of a token that top-k or top-p removed
 WORKER_ERROR = -1  # `RequestFailed.status` if the workers raised
 
@@ -163,6 +164,22 @@ def validate_server(name: str, facts: Mapping[str, Any], config: Config) -> None
     ):  # fmt: skip
         if unfit:
             raise ConfigError(f"{name} runs with {found}; {remedy}")
+
+
+async def unload_all_adapters(client: ServerClient) -> None:
+    """Drop the names of all adapters, and wait for the requests that use them. Raises `RequestFailed`.
+
+    Workers can then unload these adapters. New requests wait meanwhile.
+    """
+    models = await client.request("GET", "/v1/models")
+    names = [model["id"] for model in models["data"] if model.get("parent")]
+    for name in names:
+        await client.request("POST", UNLOAD_ADAPTER, {"lora_name": name}, parse=str)
+    if names:
+        try:
+            await client.request("POST", "/pause?mode=wait&clear_cache=false")
+        finally:
+            await client.request("POST", "/resume")
 
 
 def served_model_name(models: Collection[Mapping[str, Any]], path: str, server: str) -> str:

@@ -85,6 +85,8 @@ class Server:
             await self._claim()
             self.ranks = len(facts)  # set once claimed: `stop` then releases the claim
             await self._client.request("POST", "/resume")  # a run that was killed in a swap leaves the server paused
+            if self._adapters:
+                await server_client.unload_all_adapters(self._client)  # of earlier runs and of the user
         except RequestFailed as failure:
             raise ConfigError(f"{failure}; see its log") from None
         self._facts, self.max_num_seqs = facts[0], facts[0]["max_num_seqs"]
@@ -117,7 +119,7 @@ class Server:
                     self.terminate(f"{self.name} was restarted, or claimed by another run: it serves other weights")
 
     async def stop(self, grace: float = 10.0) -> None:
-        """Leave the server running: it serves the weights of its last swap and is not paused."""
+        """Leave the server running: it serves the weights or the adapter of its last swap and is not paused."""
         if self._renewing:
             self._renewing.cancel()
         with contextlib.suppress(TimeoutError):
@@ -127,6 +129,8 @@ class Server:
         with contextlib.suppress(RequestFailed):  # the first failure ends it
             if self._maybe_paused:
                 await self._client.request("POST", "/resume", limit=grace)
+            for name in self._adapters.older if healthy and self._adapters else ():
+                await self._client.request("POST", server_client.UNLOAD_ADAPTER, {"lora_name": name}, grace, parse=str)
             if healthy:
                 await self._client.call_workers("close", grace, WorkerMethods.slipstream_close)
             if self.ranks:
