@@ -365,6 +365,7 @@ REFUSED = {  # without a worker
     ADAPTERS + "targets='[\"nope\"]'": "lora.targets = ['nope']: Target modules {'nope'} not found",
     ADAPTERS + "target_pattern=nope": "Linear layers are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
     ADAPTERS + "targets='[\"lm_head\"]'": "lora.targets = ['lm_head'] adapts the language-model head, which can't",
+    ADAPTERS + "targets='[\"embed_tokens\"]'": "adapts the embedding, whose weight is the language-model head's, too",
     ADAPTERS + "experts=true": "lora.experts = true, but the model has no experts that can be adapted; set it to",
     RANKS + "2 --trainer.expert_parallel=2": "trainer.expert_parallel = 2, but the model has no experts; set it to 1",
     RANKS + "3 --trainer.parallel=tensor": "can't share num_attention_heads = 4 between 3 ranks; use fsdp",

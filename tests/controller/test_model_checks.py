@@ -50,6 +50,14 @@ def test_only_one_option_adapts_experts(tmp_path: Path) -> None:
         validate(tmp_path, "--lora.rank=4", '--lora.targets=["gate_proj", "up_proj"]')
 
 
+def test_vllm_serves_no_adapter_of_an_embedding(tmp_path: Path) -> None:
+    save_model(tmp_path, tie_word_embeddings=False)
+    adapted = "--lora.rank=4", '--lora.targets=["q_proj", "embed_tokens"]'
+    validate(tmp_path, *adapted)
+    with pytest.raises(ConfigError, match=r"lora.targets = .* adapts the embedding, which vLLM can't serve; name"):
+        validate(tmp_path, *adapted, "--generator.engine=vllm")
+
+
 @pytest.mark.parametrize(("size", "remedy"), [(2, ""), (4, ""), (3, "give 1$"), (8, "give 1 or 2 or 4$")])
 def test_ranks_of_the_trainer_share_4_heads_and_2_of_keys(tiny: Path, size: int, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy) if remedy else nullcontext():

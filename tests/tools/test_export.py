@@ -121,12 +121,18 @@ def test_what_cannot_be_exported_is_one_line(
         return error
 
     whole, adapter = finished_run(tmp_path / "whole"), finished_run(tmp_path / "lora", target_modules=["q_proj"])
+    tied = {
+        name: finished_run(tmp_path / name, target_modules=["q_proj", name]) for name in ("embed_tokens", "lm_head")
+    }
+    capsys.readouterr()
     (unfinished := tmp_path / "unfinished").mkdir()
     (unfinished / "config.toml").touch()
     (tmp_path / "file").touch()
     assert "nowhere holds no run (no config.toml)" in refused("export", tmp_path / "nowhere")
     assert "has no policy/ yet, since the run has not ended; `slipstream status" in refused("export", unfinished)
     assert "leave --merge out" in refused("export", whole, "--merge")
+    for module, run in tied.items():
+        assert f"{module}, whose weight is that of embedding and head" in refused("export", run, "--merge"), module
     assert "exists; remove it, or give another directory" in refused("export", whole, "--to", tmp_path)
     assert "can't be written" in refused("export", whole, "--to", tmp_path / "file" / "inside")
     for name, content, said in (

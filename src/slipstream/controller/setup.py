@@ -34,14 +34,8 @@ from slipstream.environments.prompts import describe, find_overlong_prompts
 from slipstream.errors import RunError
 from slipstream.model.device import pick_device
 from slipstream.model.images import reads_images
-from slipstream.model.inspection import (
-    attention_heads,
-    can_share_heads,
-    causal_lm,
-    model_config,
-    validate_lengths,
-)
-from slipstream.model.loading import load_causal_lm, load_model
+from slipstream.model.inspection import attention_heads, can_share_heads, causal_lm, model_config, validate_lengths
+from slipstream.model.loading import describe_targets, load_causal_lm, load_model
 from slipstream.model.paths import check_paths
 from slipstream.model.policy import validate_context
 from slipstream.model.tokenizer import validate_same_vocabulary
@@ -158,6 +152,9 @@ def _validate_policy(config: Config, model: Any) -> None:
             f"model.path = {config.model.path!r} has weights in the format of bitsandbytes, which can't be trained; "
             "train adapters (lora.rank = 16), or give the model with whole weights"
         )
+    if config.serves_adapters and any(".lora_embedding_" in name for name, _ in model.named_parameters()):
+        remedy = 'which vLLM can\'t serve; name other modules, or set generator.engine = "torch"'
+        raise ConfigError(f"{describe_targets(config.lora)} adapts the embedding, {remedy}")
     if reads_images(model.config):
         _validate_image_model(config, model.config.model_type)
     if trainer.parallel == "tensor" and trainer.ranks > 1:

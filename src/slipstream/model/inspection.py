@@ -37,6 +37,12 @@ def text_decoder(model: Any) -> Any:
     return whole.model if found is whole else found  # Llama 4 returns itself
 
 
+def has_tied_head(model: Any) -> bool:
+    """Whether the head of a Hugging Face model has the weight of its token embedding."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return getattr(head, "weight", None) is getattr(embedding, "weight", head)
+
+
 class AttentionHeads(NamedTuple):
     """Number of query heads, number of key/value heads, and head dimension; zeros if the model has no attention."""
 

@@ -29,6 +29,7 @@ from slipstream.model.inspection import (
     adapter_name,
     expert_parameters,
     first_not_finite,
+    has_tied_head,
     model_config,
     text_decoder,
 )
@@ -99,14 +100,17 @@ def _linear_layers(loaded: Any) -> list[str]:
     return [name for name, module in loaded.named_modules() if isinstance(module, nn.Linear) and module is not head]
 
 
+def describe_targets(lora: LoraConfig) -> str:
+    """The option that names the modules to adapt, with its value."""
+    return f"lora.target_pattern = {lora.target_pattern!r}" if lora.target_pattern else f"lora.targets = {lora.targets}"
+
+
 def _insert_adapters(loaded: Any, adapters: Any, lora: LoraConfig) -> Any:
     """`loaded` with PEFT's `adapters`. Raises `ConfigError` for targets that can't be adapted."""
     from peft import get_peft_model
 
-    chosen = f"lora.targets = {lora.targets}"
-    if lora.target_pattern:
-        chosen = f"lora.target_pattern = {lora.target_pattern!r}"
-    head, linear = loaded.get_output_embeddings(), _linear_layers(loaded)
+    chosen, linear = describe_targets(lora), _linear_layers(loaded)
+    head, embedding, tied = loaded.get_output_embeddings(), loaded.get_input_embeddings(), has_tied_head(loaded)
     try:
         with warnings.catch_warnings(action="ignore"):  # of a tied head, which is refused below
             adapted = get_peft_model(loaded, adapters)
@@ -120,6 +124,11 @@ def _insert_adapters(loaded: Any, adapters: Any, lora: LoraConfig) -> Any:
         raise ConfigError(
             f"{chosen} adapts the language-model head, which can't be trained by adapters; name other modules, or "
             "leave it out to adapt every linear layer but the head"
+        )
+    if tied and loaded.get_input_embeddings() is not embedding:
+        raise ConfigError(
+            f"{chosen} adapts the embedding, whose weight is the language-model head's, too (tie_word_embeddings), "
+            "which can't be trained by adapters; name other modules"
         )
     trained = (name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
     if lora.bias != "none" and all(".lora_" in name for name in trained):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from torch import Tensor
 from slipstream.config.adapter import ADAPTER_WEIGHTS, unsupported
 from slipstream.config.loading import policy_of
 from slipstream.config.schema import ConfigError
+from slipstream.model.inspection import has_tied_head
 from slipstream.model.loading import explain_damaged_files, load_causal_lm, silence_libraries, stored_dtype
 from slipstream.model.paths import INDEX, adapter_config, base_of_adapter, check_path, safetensors_files
 from slipstream.observe.run_data import load_run
@@ -103,6 +105,7 @@ def merge_adapter(policy: Path, to: Path, requantize: bool = False) -> None:
     if quantized and not requantize:
         remedy = f"name the model with whole weights as base_model_name_or_path in {policy}/adapter_config.json"
         raise ConfigError(f"{option} = {name!r} has quantized weights, which a merge would round again; {remedy}")
+    _validate_targets(policy, base)
     to.mkdir(exist_ok=True)
     for folder in (base, policy):  # the policy's tokenizer replaces the base's
         for file in folder.iterdir():
@@ -116,6 +119,23 @@ def merge_adapter(policy: Path, to: Path, requantize: bool = False) -> None:
         _merge_files(base, files, to, factors, adapter["lora_alpha"] / rank)
     else:
         _merge_in_memory(base, policy, to)
+
+
+def _validate_targets(policy: Path, base: Path) -> None:
+    """Raise `ConfigError` if the adapter at `policy` adapts an embedding or a head that share their weight in `base`:
+    a merge would change both."""
+    stored = _header(policy / ADAPTER_WEIGHTS)[0] if (policy / ADAPTER_WEIGHTS).exists() else {}
+    adapted = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in stored if ".lora_" in name}
+    outside = {name for name in adapted if not re.search(r"\.\d+\.", name)}
+    if not outside:  # all adapted modules are in layers: transformers need not know the model
+        return
+    model = load_causal_lm(str(base), device=torch.device("meta"), dtype=torch.float32)
+    shared = (model.get_input_embeddings(), model.get_output_embeddings()) if has_tied_head(model) else ()
+    if found := [name for name in sorted(outside) if any(model.get_submodule(name) is module for module in shared)]:
+        raise ConfigError(
+            f"{policy} adapts {found[0]}, whose weight is that of embedding and head of its base "
+            "(tie_word_embeddings): a merge would change both; serve the adapter unmerged"
+        )
 
 
 def _patterns() -> list[str]:
