@@ -201,6 +201,17 @@ def test_a_damaged_adapter_or_base_is_refused(tmp_path: Path) -> None:
     get_peft_model(model, LoraConfig(r=2, target_modules=["up_proj"])).save_pretrained(adapter := tmp_path / "adapter")
     for device in (CPU, META):
         load_causal_lm(str(adapter), device=device, dtype=torch.float32)
+    described = adapter / "adapter_config.json"
+    for content, said in (
+        ("{", "is damaged .*; save the"),
+        ("[1]", "no table of JSON"),
+        ('{"r": "4"}', 'r = "4" in its'),
+    ):
+        whole = described.read_text()
+        described.write_text(content)
+        with pytest.raises(ConfigError, match=said):
+            load_causal_lm(str(adapter), device=CPU, dtype=torch.float32)
+        described.write_text(whole)
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file({n: t for n, t in tensors.items() if ".1.mlp.up_proj.lora_B" not in n}, file, {"format": "pt"})

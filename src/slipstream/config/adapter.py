@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,16 @@ from slipstream.config.toml import to_toml
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
+CANT_TRAIN = "which a run can't train; merge it into its base, and train that"
+VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (lambda v: type(v) is int and v > 0, "a whole number from 1"),
+    "lora_alpha": (lambda v: type(v) in (int, float) and math.isfinite(v), "a number"),
+    "target_modules": (
+        lambda v: v is None or isinstance(v, str) or (isinstance(v, list) and all(isinstance(n, str) for n in v)),
+        "a list of names, a pattern or null",
+    ),
+    "base_model_name_or_path": (lambda v: v is None or isinstance(v, str), "a path or a Hub name"),
+}
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that change the base weights, too
 
 
@@ -65,20 +76,29 @@ def _read(path: str, setting: str) -> dict[str, Any]:
     folder = Path(path)
     if missing := next((name for name in (ADAPTER, ADAPTER_WEIGHTS) if not (folder / name).exists()), None):
         raise ConfigError(f"{setting} has no {missing}; give a directory that PEFT saved an adapter to")
-    try:
-        adapter: dict[str, Any] = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
-        found = adapter.get("peft_type"), adapter["r"], adapter["lora_alpha"], adapter["target_modules"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise ConfigError(f"{setting}: {ADAPTER} is damaged, or of no LoRA adapter; save it again") from None
-    kind, rank, alpha, targets = found
-    if not (kind == "LORA" and isinstance(rank, int) and isinstance(alpha, int | float)):
-        raise ConfigError(f"{setting} is no LoRA adapter: peft_type = {to_toml(kind)}; give one that is")
+    adapter = read_adapter(folder, setting)
+    if adapter.get("peft_type") != "LORA":
+        kind = json.dumps(adapter.get("peft_type"))
+        raise ConfigError(f"{setting} is no LoRA adapter: peft_type = {kind}; give one that is")
+    if lacking := next((name for name in ("r", "lora_alpha", "target_modules") if name not in adapter), None):
+        raise ConfigError(f"{setting}: its {ADAPTER} has no {lacking}; save the adapter again")
     if why := unsupported(adapter):
-        raise ConfigError(f"{setting} has {why}, which a run can't train; merge it into its base, and train that")
-    if not (targets is None or isinstance(targets, list | str)):
-        raise ConfigError(
-            f"{setting}: target_modules = {to_toml(targets)} is no list or pattern; name the modules there"
-        )
+        raise ConfigError(f"{setting} has {why}, {CANT_TRAIN}")
+    return adapter
+
+
+def read_adapter(folder: Path, setting: str) -> dict[str, Any]:
+    """The configuration of the adapter in `folder`. Raises `ConfigError`, naming `setting`, if it is damaged."""
+    try:
+        adapter = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: its {ADAPTER} is damaged ({error}); save the adapter again") from None
+    if not isinstance(adapter, dict):
+        raise ConfigError(f"{setting}: its {ADAPTER} is no table of JSON; save the adapter again")
+    for name, (valid, meaning) in VALUES.items():
+        if name in adapter and not valid(adapter[name]):
+            found = f"{name} = {json.dumps(adapter[name]):.60}"
+            raise ConfigError(f"{setting}: {found} in its {ADAPTER} must be {meaning}; save the adapter again")
     return adapter
 
 

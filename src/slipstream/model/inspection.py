@@ -216,7 +216,7 @@ def model_config(path: str, **options: Any) -> Any:
     from transformers import AutoConfig
 
     if adapter := adapter_config(path):
-        path = adapter["base_model_name_or_path"]
+        path = adapter.get("base_model_name_or_path") or path
     elif not may_be_model(path):  # transformers would ask the Hub for it, six times in 23 s
         return None
     try:

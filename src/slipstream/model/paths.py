@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import constants, get_session, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
-from slipstream.config.adapter import ADAPTER
+from slipstream.config.adapter import ADAPTER, read_adapter
 from slipstream.config.schema import Config, ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -158,9 +158,11 @@ def base_of_adapter(path: str, adapter: dict[str, Any]) -> str:
 
 
 def adapter_config(path: str) -> dict[str, Any]:
-    """The `adapter_config.json` of an adapter directory; empty for a model directory or a Hub name."""
-    file = Path(path) / ADAPTER
-    if not file.exists() or (Path(path) / "config.json").exists():
+    """The `adapter_config.json` of an adapter directory; empty for a model directory or a Hub name.
+
+    Raises `ConfigError` if it is damaged.
+    """
+    folder = Path(path)
+    if not (folder / ADAPTER).exists() or (folder / "config.json").exists():
         return {}
-    adapter: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return adapter
+    return read_adapter(folder, path)
