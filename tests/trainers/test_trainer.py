@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import errno
+import json
 import math
 import random
 import re
@@ -487,6 +488,11 @@ def test_an_adapter_of_another_model_is_refused(tiny: Path, tmp_path: Path) -> N
         save_file(tensors, file)
         with pytest.raises(ConfigError, match=f"lora.path = .*{message}"):
             make_trainer(tiny, f"--lora.path={adapter}")
+    described = adapter / "adapter_config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"exclude_modules": ["q_proj"]}))
+    save_file({n: t for n, t in stored.items() if "q_proj" not in n}, file)
+    with pytest.raises(ConfigError, match=r'has exclude_modules = \["q_proj"\], which a run can\'t train; merge it'):
+        make_trainer(tiny, f"--lora.path={adapter}")
 
 
 @pytest.mark.parametrize("size", [3, 8])

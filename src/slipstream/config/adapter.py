@@ -12,7 +12,10 @@ from slipstream.config.schema import ConfigError
 from slipstream.config.toml import to_toml
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
+UNSUPPORTED = (
+    "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "lora_bias",
+    "trainable_token_indices", "alora_invocation_tokens",
+)  # fmt: skip
 CANT_TRAIN = "which a run can't train; merge it into its base, and train that"
 VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (lambda v: type(v) is int and v > 0, "a whole number from 1"),
@@ -103,8 +106,8 @@ def read_adapter(folder: Path, setting: str) -> dict[str, Any]:
 
 
 def unsupported(adapter: Mapping[str, Any]) -> str:
-    """The setting by which an adapter is more than `base + scale * B A`, or ""."""
-    used = {name: adapter[name] for name in UNSUPPORTED if adapter.get(name)}
+    """The setting by which an adapter is other than `base + scale * B A` of all its targets, or ""."""
+    used = {name: v for name in UNSUPPORTED if (v := adapter.get(name)) or type(v) is int}  # layer 0
     if adapter.get("bias", "none") != "none":
         used["bias"] = adapter["bias"]
     if str(start := adapter.get("init_lora_weights")).startswith(CHANGES_BASE):

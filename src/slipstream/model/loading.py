@@ -20,9 +20,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from slipstream.config.adapter import ADAPTER_WEIGHTS
+from slipstream.config.adapter import ADAPTER_WEIGHTS, CANT_TRAIN
 from slipstream.config.algorithm import PolicyConfig
 from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
+from slipstream.config.toml import to_toml
 from slipstream.model.images import reads_images
 from slipstream.model.inspection import (
     INVALID_CONFIG,
@@ -160,7 +161,10 @@ def load_adapter(model: Any, path: str, option: str = "lora.path", name: str = "
         stored = load_file(Path(path) / ADAPTER_WEIGHTS)
         own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         shapes = {n: (n, stored[n].shape, own[n].shape) for n in stored.keys() & own.keys()}
-        base = adapter_config(path).get("base_model_name_or_path")
+        adapter = adapter_config(path)
+        base, excluded = adapter.get("base_model_name_or_path"), adapter.get("exclude_modules")
+        if own.keys() - stored.keys() and excluded not in (None, VISION_TOWER):
+            raise ConfigError(f"{option} = {path!r} has exclude_modules = {to_toml(excluded)}, {CANT_TRAIN}")
         _validate_loaded_tensors(
             {
                 "missing_keys": own.keys() - stored.keys(),
