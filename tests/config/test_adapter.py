@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError
+from slipstream.model.paths import check_paths
 
 ADAPTER = {
     "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj", "q_proj"], "bias": "none",
@@ -52,7 +53,8 @@ def test_an_adapter_sets_its_options_and_its_base(tmp_path: Path) -> None:
         ([], {"r": 0}, "lora.path = .*: r = 0 in its"),
         ([], {"lora_alpha": None}, "lora_alpha = null in its adapter_config.json must be a number"),
         (["--lora.use_rslora=true"], {}, "lora.use_rslora = true, but the adapter at .* has false"),
-        ([], {"base_model_name_or_path": None}, "model.path is not set"),
+        ([], {"base_model_name_or_path": None}, "lora.path = .*: its adapter_config.json names no base .*; give the"),
+        ([], {"lora_alpha": -4}, "lora.path = .* has lora_alpha = -4, which a run can't train"),
         (["--lora.path=nowhere"], {}, "lora.path = 'nowhere' has no adapter_config.json"),
     ],
 )  # fmt: skip
@@ -61,6 +63,11 @@ def test_what_contradicts_an_adapter_or_cannot_be_trained_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         start(tmp_path, *flags, **changes)
+
+
+def test_a_base_that_is_missing_is_named_with_its_adapter(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.path = '/none': .*; the adapter at lora.path = .* names this base"):
+        check_paths(start(tmp_path, base_model_name_or_path="/none"))
 
 
 @pytest.mark.parametrize(

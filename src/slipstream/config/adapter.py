@@ -71,6 +71,10 @@ def _with_options_of(values: Mapping[str, Any], path: str, option: str, own_mode
             )
     base_path = None if own_model else adapter.get("base_model_name_or_path")
     base = {"path": base_path} if base_path else {}
+    if not own_model and "path" not in base | model:
+        raise ConfigError(
+            f"{option} = {path!r}: its {ADAPTER} names no base (base_model_name_or_path); give the base as model.path"
+        )
     return {**values, "model": base | model, "lora": {**lora, **found}}
 
 
@@ -108,6 +112,8 @@ def read_adapter(folder: Path, setting: str) -> dict[str, Any]:
 def unsupported(adapter: Mapping[str, Any]) -> str:
     """The setting by which an adapter is other than `base + scale * B A` of all its targets, or ""."""
     used = {name: v for name in UNSUPPORTED if (v := adapter.get(name)) or type(v) is int}  # layer 0
+    if adapter.get("lora_alpha", 1) <= 0:
+        used["lora_alpha"] = adapter["lora_alpha"]
     if adapter.get("bias", "none") != "none":
         used["bias"] = adapter["bias"]
     if str(start := adapter.get("init_lora_weights")).startswith(CHANGES_BASE):

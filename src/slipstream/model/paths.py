@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,14 @@ AGAIN = "fetch or save the model again"
 
 def check_paths(config: Config) -> None:
     """Raise `ConfigError` if a model path of the configuration can't be a model."""
-    check_path(config.model.path)
+    try:
+        check_path(config.model.path)
+    except ConfigError as error:
+        named = (f"{option} = {path!r}" for option, path, base in adapters(config) if _named_base(path) == base)
+        if not (adapter := next(named, "")):
+            raise
+        remedy = f"the adapter at {adapter} names this base: give the directory of the base as model.path"
+        raise ConfigError(f"{error}; {remedy}") from None
     validate_adapter(config.model.path)
     check_policy_paths(config)
     if config.algorithm.kl_coef and config.algorithm.reference not in ("start", "average"):
@@ -33,15 +41,26 @@ def check_paths(config: Config) -> None:
         check_path(path, "scoring.options.path")
 
 
+def adapters(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Option, path and base model of each trained adapter that the run starts from."""
+    if config.lora.path:
+        yield "lora.path", config.lora.path, config.model.path
+    for index, policy in enumerate(config.policies):
+        if policy.adapter:
+            yield f"policies.{index}.adapter", policy.adapter, policy.model or config.model.path
+
+
+def _named_base(adapter: str) -> str:
+    return adapter_config(adapter).get("base_model_name_or_path") or ""
+
+
 def check_policy_paths(config: Config) -> None:
     """Raise `ConfigError` for an adapter path that is no directory, or a policy's model path that is no base model.
 
     Adapter paths are `lora.path` and `policies.N.adapter`, model paths `policies.N.model`.
     """
-    adapters = {"lora.path": config.lora.path}
-    adapters |= {f"policies.{index}.adapter": policy.adapter for index, policy in enumerate(config.policies)}
-    for option, path in adapters.items():
-        if path and not Path(path).is_dir():
+    for option, path, _ in adapters(config):
+        if not Path(path).is_dir():
             raise ConfigError(f"{option} = {path!r}: no such directory; give that of a PEFT adapter")
     for index, policy in enumerate(config.policies):
         if policy.model:
