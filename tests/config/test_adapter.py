@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError
-from slipstream.model.paths import check_paths
+from slipstream.model.paths import check_paths, replaced_bases
 
 ADAPTER = {
     "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj", "q_proj"], "bias": "none",
@@ -65,9 +65,12 @@ def test_what_contradicts_an_adapter_or_cannot_be_trained_is_refused(
         start(tmp_path, *flags, **changes)
 
 
-def test_a_base_that_is_missing_is_named_with_its_adapter(tmp_path: Path) -> None:
+def test_a_base_that_is_missing_or_another_is_named_with_its_adapter(tmp_path: Path, tiny: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path = '/none': .*; the adapter at lora.path = .* names this base"):
         check_paths(start(tmp_path, base_model_name_or_path="/none"))
+    config = start(tmp_path, f"--model.path={tiny}", base_model_name_or_path="/none")
+    assert replaced_bases(config)[0].endswith(f"names the base '/none', and is trained over '{tiny}'")
+    assert not replaced_bases(start(tmp_path, base_model_name_or_path=str(tiny)))
 
 
 @pytest.mark.parametrize(

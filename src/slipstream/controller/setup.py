@@ -36,7 +36,7 @@ from slipstream.model.device import pick_device
 from slipstream.model.images import reads_images
 from slipstream.model.inspection import attention_heads, can_share_heads, causal_lm, model_config, validate_lengths
 from slipstream.model.loading import describe_targets, load_causal_lm, load_model
-from slipstream.model.paths import check_paths
+from slipstream.model.paths import check_paths, replaced_bases
 from slipstream.model.policy import validate_context
 from slipstream.model.tokenizer import validate_same_vocabulary
 from slipstream.observe.events import CONTROLLER, TRAINER
@@ -205,6 +205,8 @@ async def start(run: RunContext) -> None:
     run.progress.note(f'run directory {where}, sync.link = "{link}"{restarts}{why}; generators and trainer start')
     if changed := run.directory.changed_options(run.config):
         run.progress.note(f"changed since the last start: {', '.join(changed)}")
+    for line in replaced_bases(run.config):
+        run.progress.warn(line)
     if idle := idle_options(run.config, current_runtime().gpus):
         run.progress.note(f"no effect without a GPU: {', '.join(idle)}")
     if run.config.trainer.chosen:

@@ -50,6 +50,15 @@ def adapters(config: Config) -> Iterator[tuple[str, str, str]]:
             yield f"policies.{index}.adapter", policy.adapter, policy.model or config.model.path
 
 
+def replaced_bases(config: Config) -> list[str]:
+    """A warning for each adapter that is trained over another model than the base that it names."""
+    return [
+        f"the adapter at {option} = {path!r} names the base {named!r}, and is trained over {base!r}"
+        for option, path, base in adapters(config)
+        if (named := _named_base(path)) and Path(named).resolve() != Path(base).resolve()
+    ]
+
+
 def _named_base(adapter: str) -> str:
     return adapter_config(adapter).get("base_model_name_or_path") or ""
 
