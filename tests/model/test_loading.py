@@ -268,6 +268,19 @@ def test_a_model_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+def test_an_adapter_without_tokenizer_has_that_of_its_base(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    save_model(base := tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["up_proj"])).save_pretrained(adapter := tmp_path / "adapter")
+    assert load_tokenizer(str(adapter)).get_vocab() == load_tokenizer(str(base)).get_vocab()
+    own = build_tokenizer()
+    own.add_special_tokens({"additional_special_tokens": ["<own>"]})
+    own.save_pretrained(adapter)
+    assert "<own>" in load_tokenizer(str(adapter)).get_vocab()
+
+
 def test_a_tokenizer_of_a_larger_model_is_refused(tmp_path: Path) -> None:
     size = len(build_tokenizer())
     save_model(tmp_path, vocab_size=size)

@@ -365,7 +365,9 @@ def save_policy(model: Any, trained: dict[str, torch.Tensor], path: Path) -> Non
 
 
 def first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of the error's text, or the whole text in one line if the first ends with a colon."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return " ".join(str(error).split()) if line.endswith(":") else line
 
 
 def silence_libraries() -> None:

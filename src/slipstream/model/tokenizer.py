@@ -12,20 +12,26 @@ from slipstream.config.schema import ConfigError
 from slipstream.model.images import image_processor
 from slipstream.model.inspection import model_sizes
 from slipstream.model.loading import explain_damaged_files, first_line, silence_libraries
-from slipstream.model.paths import check_path
+from slipstream.model.paths import adapter_config, base_of_adapter, check_path
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 def load_tokenizer(path: str, option: str = "model.path") -> Any:
-    """The tokenizer of the model at `path`. Raises `ConfigError`, naming `option`."""
+    """The tokenizer of the model at `path`; that of the base for an adapter without one.
+
+    Raises `ConfigError`, naming `option`.
+    """
     from transformers import AutoTokenizer
 
     silence_libraries()
     check_path(path, option)
+    source = path
+    if (adapter := adapter_config(path)) and not any(Path(path).glob("tokenizer*")):
+        source = base_of_adapter(path, adapter)
     with explain_damaged_files(path, option):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # None would prompt the user
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)  # None would prompt the user
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"{option} = {path!r}: no tokenizer can be loaded: {first_line(error)}") from None
     # transformers returns an empty tokenizer if files are missing.
