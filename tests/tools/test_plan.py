@@ -187,6 +187,7 @@ def test_a_gpu_is_measured() -> None:
         ("--model 7B --group-size 1", "--group-size 1 must be a number from 2 to"),
         ("--model 7B --seed=-1", "--seed -1 must be a number from 0 to"),
         (f"--model 7B --rollouts {10**30}", "must be a number from 1 to 1,000,000,000"),
+        ("--model 7B --lora-rank 5000", "--lora-rank 5000 must be a number from 0 to 4,096"),
         ("--model 7B --spread 4", "--spread 4.0 must be a number from 0 to 3"),
         ("--model 7B --scoring-seconds 1e6", "--scoring-seconds 1000000.0 must be a number from 0 to 86,400"),
         ("--model 7B --tool-seconds inf", "--tool-seconds inf must be a number from 0 to 86,400"),

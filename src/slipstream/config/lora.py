@@ -6,12 +6,14 @@ from typing import Literal
 
 from slipstream.config.section import Section, option
 
+MAX_RANK = 4096
+
 
 class LoraConfig(Section):
     """Low-rank adapters instead of full fine-tuning."""
 
     path: str = option("", "Trained adapter (PEFT directory) to start from; it sets rank, scale, targets and experts.")
-    rank: int = option(0, "Rank of the adapters; 0 trains all weights.", ge=0, le=4096)
+    rank: int = option(0, "Rank of the adapters; 0 trains all weights.", ge=0, le=MAX_RANK)
     alpha: float = option(32.0, "Scale of the adapters: their product is multiplied by alpha / rank.", gt=0)
     use_rslora: bool = option(False, "Rank-stabilised scale: alpha / sqrt(rank) instead of alpha / rank.")
     dropout: float = option(0.0, "Share of an adapter's inputs that are zeroed in training passes.", ge=0, lt=1)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from slipstream.config.engine_args import serves_fp8
 from slipstream.config.loading import load_config
+from slipstream.config.lora import MAX_RANK
 from slipstream.config.schema import AUTO, Config, ConfigError, TrainerConfig
 from slipstream.observe.advice import SHAPE, advise, describe_figures, fit_run, on_cpu, run_config
 from slipstream.observe.run_data import Run, load_run
@@ -34,7 +35,7 @@ MAX_GPUS, MAX_LAG = 1024, 1000
 INTEGERS = {  # bounds
     "rollouts": (1, 10**9), "group_size": (2, 10**9), "prompt": (1, 10**9), "completion": (1, 10**9),
     "max_tokens": (1, 10**9), "steps": (1, 10**9), "per_node": (1, 10**9), "turns": (1, 10**9), "seed": (0, 2**63 - 1),
-    "tool_tokens": (0, 10**9), "lora_rank": (0, 10**9),
+    "tool_tokens": (0, 10**9), "lora_rank": (0, MAX_RANK),
 }  # fmt: skip
 NUMBERS = {
     "spread": (0, 3), "prompt_spread": (0, 3), "tool_seconds": (0, 86_400), "scoring_seconds": (0, 86_400),
