@@ -489,7 +489,13 @@ def test_an_adapter_of_another_model_is_refused(tiny: Path, tmp_path: Path) -> N
         with pytest.raises(ConfigError, match=f"lora.path = .*{message}"):
             make_trainer(tiny, f"--lora.path={adapter}")
     described = adapter / "adapter_config.json"
-    described.write_text(json.dumps(json.loads(described.read_text()) | {"exclude_modules": ["q_proj"]}))
+    whole = described.read_text()
+    described.write_text(json.dumps(json.loads(whole) | {"target_modules": ["embed_tokens"]}))
+    with pytest.raises(
+        ConfigError, match=r"targets = \['embed_tokens'\] of the adapter at lora.path = .* adapts the emb"
+    ):
+        make_trainer(tiny, f"--lora.path={adapter}")
+    described.write_text(json.dumps(json.loads(whole) | {"exclude_modules": ["q_proj"]}))
     save_file({n: t for n, t in stored.items() if "q_proj" not in n}, file)
     with pytest.raises(ConfigError, match=r'has exclude_modules = \["q_proj"\], which a run can\'t train; merge it'):
         make_trainer(tiny, f"--lora.path={adapter}")

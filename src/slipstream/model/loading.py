@@ -102,8 +102,10 @@ def _linear_layers(loaded: Any) -> list[str]:
 
 
 def describe_targets(lora: LoraConfig) -> str:
-    """The option that names the modules to adapt, with its value."""
-    return f"lora.target_pattern = {lora.target_pattern!r}" if lora.target_pattern else f"lora.targets = {lora.targets}"
+    """The option that names the modules to adapt, with its value, and the trained adapter that sets it."""
+    source = f" of the adapter at lora.path = {lora.path!r}" if lora.path else ""
+    pattern = lora.target_pattern
+    return (f"lora.target_pattern = {pattern!r}" if pattern else f"lora.targets = {lora.targets}") + source
 
 
 def _insert_adapters(loaded: Any, adapters: Any, lora: LoraConfig) -> Any:
