@@ -1,7 +1,8 @@
 """Triton kernels for the softmax of the language-model head's logits.
 
-Each function reads a logit once; gradients overwrite the logits. `logprobs` calls these functions instead of its own of
-the same name if `compiled`: with `trainer.compile`, on a GPU, for dtypes other than float32.
+Each function reads a logit once; gradients overwrite the logits. With `compiled` the module `logprobs` calls these
+functions, else its own functions of the same names. `trainer.compile` sets `compiled` on a GPU, for dtypes other than
+float32.
 """
 
 from __future__ import annotations

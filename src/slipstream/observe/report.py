@@ -59,13 +59,18 @@ def _side_by_side(old: Mapping[str, Any], new: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, expand=True, title_justify="left")
     table.title = Text(shorten(old.get("prompt") or ""), style="italic")
     for when, sample in (("before", old), ("after", new)):
-        score, reward = sample.get("score"), sample.get("reward")
-        how = f"reward {short(reward)}" if score in (None, reward) else f"score {short(score)}, reward {short(reward)}"
-        how = "failed" if "failed" in sample else how
-        table.add_column(f"{when}, {how}", ratio=1, overflow="fold")
+        table.add_column(f"{when}, {_result(sample)}", ratio=1, overflow="fold")
     texts = (sample.get("failed") or sample.get("completion") or "" for sample in (old, new))
     table.add_row(*(Text(shorten(text) or "(nothing)") for text in texts))
     return table
+
+
+def _result(sample: Mapping[str, Any]) -> str:
+    """The reward of an episode, after its score if that is another value; or that the episode failed."""
+    if "failed" in sample:
+        return "failed"
+    score, reward = sample.get("score"), sample.get("reward")
+    return f"score {short(score)}, " * (score not in (None, reward)) + f"reward {short(reward)}"
 
 
 def _next_commands(summary: Mapping[str, Any], policies: Sequence[str]) -> Iterator[str]:

@@ -190,13 +190,15 @@ class SimulatedEngine:
         steps, versions = self._swaps
         first = request.sampled
         start, index = 0, bisect_right(steps, request.started) - 1
+        if self.keeps_version and done > 0:
+            version = request.spans[0].version if request.spans else versions[index]  # kept over a preemption
+            request.spans.append(VersionSpan(version, first, first + done))
+            start = done
         while start < done:
             stop = done
-            if index + 1 < len(steps) and not self.keeps_version:
+            if index + 1 < len(steps):
                 stop = min(done, max(start, math.ceil(steps[index + 1] - request.started - TOLERANCE)))
             if stop > start:
-                kept = self.keeps_version and request.spans  # also after a preemption
-                version = request.spans[0].version if kept else versions[index]
-                request.spans.append(VersionSpan(version, first + start, first + stop))
+                request.spans.append(VersionSpan(versions[index], first + start, first + stop))
             start, index = stop, index + 1
         request.remaining -= done

@@ -86,7 +86,7 @@ class Simulation:
         self._saved = self._save()
 
     def run(self) -> list[StepRecord]:
-        """Simulate until the last step ends. Raises `RuntimeError` if no event is left before."""
+        """Simulate until the last step ends. Raises `RuntimeError` if there are no more events before that."""
         collects = gc.isenabled()
         gc.disable()  # a third of the time, and nothing that ends is part of a cycle
         try:

@@ -232,8 +232,10 @@ class VllmEngine:
         return counts_before
 
     def _requeue_for_adapters(self, adapters: AdapterWeights, how: Interruption) -> None:
-        """Restart sequences on the new adapter: with "retry" all. Otherwise those without a token, which vLLM would
-        sample with the adapter of their arrival, and those of adapters beyond the limit; others keep their adapter.
+        """Restart sequences on the new adapter: with "retry" all, else those of adapters beyond the limit, and those
+        without a token.
+
+        vLLM would sample the latter with the adapter that was the newest when they arrived. Others keep their adapter.
         """
         counts = self._count_tokens()
         self._stop([request for request, tokens in counts.items() if not tokens])

@@ -1,8 +1,9 @@
 """Updates of vLLM's FP8 weights: each worker quantizes the received rows as vLLM quantizes those of model files.
 
 With `quantization = "fp8_per_channel"` vLLM stores the weights of linear layers and experts as 8-bit floats, and a
-float32 scale for each row. Each row is quantized by itself. So a worker can quantize any rows of a version while the
-engine decodes; the swap copies them into the tensors that CUDA graphs read. Other parameters are not quantized.
+float32 scale for each row. The result for a row depends on no other row. So a worker can quantize any rows of a version
+while the engine decodes; the swap copies them into the tensors that CUDA graphs read. Other parameters are not
+quantized.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -166,16 +166,20 @@ def validate_server(name: str, facts: Mapping[str, Any], config: Config) -> None
             raise ConfigError(f"{name} runs with {found}; {remedy}")
 
 
+async def drop_adapter_names(client: ServerClient, names: Iterable[str], limit: float | None = None) -> None:
+    """Let the HTTP interface refuse requests for these adapters. Raises `RequestFailed`."""
+    for name in names:
+        await client.request("POST", UNLOAD_ADAPTER, {"lora_name": name}, limit, parse=str)
+
+
 async def unload_all_adapters(client: ServerClient) -> None:
     """Drop the names of all adapters, and wait for the requests that use them. Raises `RequestFailed`.
 
     Workers can then unload these adapters. New requests wait meanwhile.
     """
     models = await client.request("GET", "/v1/models")
-    names = [model["id"] for model in models["data"] if model.get("parent")]
-    for name in names:
-        await client.request("POST", UNLOAD_ADAPTER, {"lora_name": name}, parse=str)
-    if names:
+    if names := [model["id"] for model in models["data"] if model.get("parent")]:
+        await drop_adapter_names(client, names)
         try:
             await client.request("POST", "/pause?mode=wait&clear_cache=false")
         finally:

@@ -129,8 +129,8 @@ class Server:
         with contextlib.suppress(RequestFailed):  # the first failure ends it
             if self._maybe_paused:
                 await self._client.request("POST", "/resume", limit=grace)
-            for name in self._adapters.older if healthy and self._adapters else ():
-                await self._client.request("POST", server_client.UNLOAD_ADAPTER, {"lora_name": name}, grace, parse=str)
+            if healthy and self._adapters:
+                await server_client.drop_adapter_names(self._client, self._adapters.older, grace)
             if healthy:
                 await self._client.call_workers("close", grace, WorkerMethods.slipstream_close)
             if self.ranks:
